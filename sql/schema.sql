@@ -40,6 +40,7 @@ CREATE TABLE mqlayer.node (
     removed_at   timestamptz,
     zone         text        NOT NULL DEFAULT '',
     created_at   timestamptz NOT NULL DEFAULT now(),
+    replicas     smallint    NOT NULL DEFAULT 0,
     CONSTRAINT node_name_unique UNIQUE (name),
     CONSTRAINT node_name_form CHECK (name ~ CASE WHEN removed_at IS NULL THEN '^[a-z][a-z0-9_.-]{0,62}$'
         ELSE '^[a-z][a-z0-9_.-]{0,62}@[0-9]+$' END),
@@ -50,7 +51,8 @@ CREATE TABLE mqlayer.node (
     CONSTRAINT node_url_is_address CHECK (url !~ '^[^/]*//[^/?#]*@'
         AND url !~ '[?&](username|password|credential_provider|sentinel_username|sentinel_password|ssl_password)='),
     CONSTRAINT node_texts CHECK (octet_length(url) <= 4096 AND octet_length(armed_run_id) <= 1024
-        AND octet_length(last_run_id) <= 1024 AND pg_column_size(former_runs) <= 1000000)
+        AND octet_length(last_run_id) <= 1024 AND pg_column_size(former_runs) <= 1000000),
+    CONSTRAINT node_replicas CHECK (replicas >= 0 AND replicas <= 100)
 );
 -- Row-level security by the policies read, hold, add, remove.
 
@@ -78,6 +80,7 @@ CREATE TABLE mqlayer.topic (
     deleting_at      timestamptz,
     deleted_at       timestamptz,
     detached         bigint[]    NOT NULL DEFAULT '{}'::bigint[],
+    durability       text        NOT NULL DEFAULT 'node',
     CONSTRAINT topic_name_unique UNIQUE (name),
     CONSTRAINT topic_name_form CHECK (name ~ CASE WHEN deleted_at IS NULL THEN '^[a-z][a-z0-9_.-]{0,62}$'
         ELSE '^[a-z][a-z0-9_.-]{0,62}@[0-9]+$' END),
@@ -102,6 +105,7 @@ CREATE TABLE mqlayer.topic (
     CONSTRAINT topic_paused_by CHECK (octet_length(paused_by) <= 4096),
     CONSTRAINT topic_home_zone_form CHECK (home_zone ~ '^([a-z0-9][a-z0-9_.-]{0,62})?$'),
     CONSTRAINT topic_schema_mode CHECK (schema_mode IN ('backward', 'forward', 'full', 'none')),
+    CONSTRAINT topic_durability CHECK (durability IN ('node', 'disk', 'replica', 'quorum')),
     CONSTRAINT topic_version_has_routes FOREIGN KEY (topic_id, version, lp_zero)
         REFERENCES mqlayer.route(topic_id, version, lp_from) DEFERRABLE INITIALLY DEFERRED
 );

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -14,10 +14,11 @@ from mqlayer.cli.curves import HoursOption, PointsOption, show_history
 from mqlayer.cli.node_drain import show_balance, show_plan, show_report, show_step
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs, planned
 from mqlayer.cli.options import PlanOption, YesOption, echo_plan
-from mqlayer.cli.output import JsonOption, echo, show_rows
+from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import control_here, runtime_here
+from mqlayer.domain.durability import REPLICAS_LIMIT
 from mqlayer.domain.node_runs import short_run
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
@@ -37,11 +38,15 @@ from mqlayer.topics import (
     register_node,
     remove_node,
     set_node_address,
+    set_node_replicas,
     set_node_zone,
     stop_drain,
 )
 
 AcceptLossOption = Annotated[bool, typer.Option(help="Accept the loss of messages that no outbox holds any more.")]
+ReplicasOption = Annotated[
+    int | None, typer.Option(min=0, max=REPLICAS_LIMIT, help="How many replicas it has, for topics that wait for them.")
+]
 FormerOption = Annotated[bool, typer.Option(help="Take an old primary back, and accept the messages that it lacks.")]
 
 
@@ -61,7 +66,14 @@ class RedisRelease(StrEnum):
 
     SIX = "6.2"
     SEVEN = "7.0"
+    SEVEN_TWO = "7.2"
 
+
+ACL_VERSIONS: Final = {
+    RedisRelease.SIX: (6, 2, 0),
+    RedisRelease.SEVEN: (7, 0, 0),
+    RedisRelease.SEVEN_TWO: (7, 2, 0),
+}
 
 nodes = typer.Typer(no_args_is_help=True, help="Redis nodes: register, list, arm again, give another address.")
 
@@ -76,11 +88,14 @@ def register(
     name: Annotated[str, typer.Argument(help="a-z first, then a-z 0-9 _ . -")],
     url: Annotated[str, typer.Argument(help="redis://… or rediss://… of the primary, sentinel://… or cluster://….")],
     zone: Annotated[str, typer.Option(help="Where it is, such as eu-1a.")] = "",
+    replicas: ReplicasOption = None,
 ) -> None:
     """Register a Redis as a node and arm it. Repeatable."""
     with runtime_here() as runtime:
         check_change(runtime.control)
         node = register_node(runtime, name=name, url=url, zone=zone)
+        if replicas is not None:
+            set_node_replicas(runtime, name, replicas)
     echo(f"{node.name} is {node.address}")
 
 
@@ -95,7 +110,7 @@ def list_(as_json: JsonOption = False) -> None:
 def _row(node: Node) -> dict[str, Any]:
     armed = short_run(node.armed_run_id)
     where = {"name": node.name, "address": node.address, "zone": node.zone}
-    return where | {"armed_run": armed, "draining_at": node.draining_at}
+    return where | {"replicas": node.replicas, "armed_run": armed, "draining_at": node.draining_at}
 
 
 @nodes.command(rich_help_panel=REPAIR)
@@ -142,7 +157,7 @@ def acl(
         if not password:
             raise InvalidInput("there is no password on stdin")
     form = acl_file_line if acl_file else setuser_command
-    version = (6, 2, 0) if redis is RedisRelease.SIX else (7, 0, 0)
+    version = ACL_VERSIONS[redis]
     # A rule is copied as a whole.
     echo(form(name, chosen, prefix=settings.key_prefix, password=password, version=version), lines=True)
 
@@ -184,18 +199,22 @@ def set_(
         str | None, typer.Option(help="Where it is from now on: redis://…, rediss://…, sentinel://… or cluster://….")
     ] = None,
     zone: Annotated[str | None, typer.Option(help="Its zone, such as eu-1a; '' for none.")] = None,
+    replicas: ReplicasOption = None,
     empty: Annotated[bool, typer.Option(help="It starts empty there: messages only on the old one are lost.")] = False,
     accept_loss: AcceptLossOption = False,
     former: FormerOption = False,
 ) -> None:
-    """Change a node's zone, or its address, and arm that server."""
-    if url is None and zone is None:
-        raise InvalidInput("say what to set: --url URL, --zone ZONE")
+    """Change a node's zone, its replicas, or its address, and arm that server."""
+    if (url, zone, replicas) == (None, None, None):
+        raise InvalidInput("say what to set: --url URL, --zone ZONE, --replicas NUMBER")
     with runtime_here() as runtime:
         check_change(runtime.control)
         if zone is not None:
             changed = set_node_zone(runtime, name, zone)
             echo(f"{name} is {f'in zone {zone}' if zone else 'in no zone'}{'' if changed else ', as before'}")
+        if replicas is not None:
+            changed = set_node_replicas(runtime, name, replicas)
+            echo(f"{name} has {pluralize(replicas, 'replica')}{'' if changed else ', as before'}")
         if url is None:
             return
         node, count = set_node_address(runtime, name, url, empty=empty, accept_loss=accept_loss, former=former)

@@ -30,7 +30,9 @@ from mqlayer.topics import (
     TopicSummary,
     create_topic,
     list_topics,
+    refuse_class,
     set_archived,
+    set_durability,
     set_home_zone,
     set_limits,
     set_schema_mode,
@@ -101,6 +103,20 @@ RetainUnsettledOption = Annotated[
 ]
 
 
+class DurabilityOption(StrEnum):
+    """Where a message must be before it counts as stored."""
+
+    NODE = "node"
+    DISK = "disk"
+    REPLICA = "replica"
+    QUORUM = "quorum"
+
+
+DurabilityChoice = Annotated[
+    DurabilityOption | None, typer.Option("--durability", help="Where a message must be before it counts as stored.")
+]
+
+
 class StrategyOption(StrEnum):
     """A topic's strategy."""
 
@@ -132,6 +148,7 @@ def create(
     message_ttl: MessageTtlOption = None,
     expired: ExpiredMessagesOption = None,
     home_zone: Annotated[str, typer.Option(help="Its partitions prefer nodes of this zone.")] = "",
+    durability: DurabilityChoice = None,
 ) -> None:
     """Create a topic with its partitions and first route. Repeatable."""
     limits = _stream_limits(retain_age, retain_bytes, retain_messages, retain_unsettled)
@@ -139,6 +156,8 @@ def create(
     Retention(**limits).check()
     with runtime_here() as runtime:
         check_change(runtime.control)
+        if durability is not None:
+            refuse_class(runtime, durability.value)
         route = create_topic(
             runtime,
             name,
@@ -149,6 +168,8 @@ def create(
             archived=archived,
             home_zone=home_zone,
         )
+        if durability is not None:
+            set_durability(runtime, name, durability.value)
         if limits:
             set_stream_retention(runtime, name, **limits)
     echo(f"{name} has {len(route.ranges)} partitions, route version {route.version}")
@@ -175,19 +196,23 @@ def set_(
     message_ttl: MessageTtlOption = None,
     expired: ExpiredMessagesOption = None,
     home_zone: Annotated[str | None, typer.Option(help="New partitions prefer nodes of this zone; '' for any.")] = None,
+    durability: DurabilityChoice = None,
 ) -> None:
-    """Change a topic's limits, times to live, archiving, archive retention, schema mode or home zone.
+    """Change a topic's limits, times to live, archiving, archive retention, schema mode, home zone or
+    durability.
 
     The archive never gets messages published while archiving is off.
     """
     limits = {"body_limit": body_limit, "backlog_limit": backlog_limit}
     streams = _stream_limits(retain_age, retain_bytes, retain_messages, retain_unsettled)
     life = _life_limits(message_ttl, expired)
-    if not streams | life and (archived, retention, schema_mode, body_limit, backlog_limit, home_zone) == (None,) * 6:
+    if not streams | life and (
+        archived, retention, schema_mode, body_limit, backlog_limit, home_zone, durability,
+    ) == (None,) * 7:  # fmt: skip
         raise InvalidInput(
             "say what to set: --backlog-limit, --body-limit, --archived, --not-archived, --retention AGE, "
             "--retain-age AGE, --retain-bytes, --retain-messages, --retain-unsettled, --message-ttl AGE, --expired, "
-            "--schema-mode MODE, or --home-zone ZONE"
+            "--schema-mode MODE, --home-zone ZONE, or --durability CLASS"
         )
     days = None if retention is None or retention == FOR_EVER else _days(retention)
     if any(limit is not None for limit in limits.values()):
@@ -200,6 +225,9 @@ def set_(
         _set_life_limits(name, life)
     with runtime_here() as runtime:
         check_change(runtime.control)
+        if durability is not None:
+            changed = set_durability(runtime, name, durability.value)
+            echo(f"topic {name} has durability {durability}{'' if changed else ', as before'}")
         if home_zone is not None:
             changed = set_home_zone(runtime, name, home_zone)
             echo(f"topic {name} is at home in {home_zone or 'no zone'}{'' if changed else ', as before'}")
@@ -360,6 +388,7 @@ def list_(as_json: JsonOption = False) -> None:
             "body_limit": topic.body_limit,
             "backlog_limit": topic.backlog_limit,
             "archived": topic.archived,
+            "durability": topic.durability,
             "retention_days": topic.retention_days,
             **asdict(topic.retention),
             "deleting": topic.deleting,
@@ -385,6 +414,7 @@ def show(name: TopicArgument, as_json: JsonOption = False) -> None:
             "body_limit": Size(found.body_limit),
             "backlog_limit": f"{found.backlog_limit} messages per partition" if found.backlog_limit else "none",
             "archived": _kept(archived=found.archived, days=found.retention_days),
+            "durability": found.durability,
             "streams_keep": _retained(found.retention),
             "messages_live": _lived(found.retention),
             "created_at": found.created_at,

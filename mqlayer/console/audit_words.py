@@ -288,6 +288,7 @@ def _of_nodes() -> Iterator[tuple[str, Callable[[str, Facts], str]]]:
     yield "node drain stop", lambda name, _: f"ended the draining of node {name}: it gets partitions again"
     yield "node remove", lambda name, _: f"removed node {name}, which was empty"
     yield "node zone", lambda name, facts: f"said that node {name} is in zone {facts['zone'] or '(none)'}"
+    yield "node replicas", lambda name, facts: f"said that node {name} has {facts['replicas']} replicas"
     yield "node out of service", lambda name, _: f"took node {name} out of service: no process uses it any more"
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Final
 
 from mqlayer.doctor.findings import Check, CheckLimits, CheckStatus, Finding, format_seconds
+from mqlayer.doctor.nodes import RegisteredNode
 from mqlayer.doctor.postgres import CheckedDatabase
 from mqlayer.domain.routing import NodeId
 from mqlayer.maintenance.late_jobs import LATE_FACTS
@@ -16,11 +16,11 @@ OLD_SHOWN: Final = 20
 START_BEAT: Final = "run one: celery -A mqlayer.workers.app worker --beat (a second one does no harm)"
 
 
-def registered_nodes(checked: CheckedDatabase) -> list[tuple[Node, datetime | None]]:
-    """Return nodes, each with the time of its loss or None."""
+def registered_nodes(checked: CheckedDatabase) -> list[RegisteredNode]:
+    """Return all nodes."""
     return [
-        (Node(NodeId(node_id), name, url, run_id), lost_at)
-        for node_id, name, url, run_id, lost_at in checked.rows("check_nodes")
+        RegisteredNode(Node(NodeId(node_id), name, url, run_id, replicas=replicas), lost_at, classes)
+        for node_id, name, url, run_id, lost_at, replicas, classes in checked.rows("check_nodes")
     ]
 
 

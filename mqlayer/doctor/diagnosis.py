@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from functools import partial
 from typing import Final
 
@@ -14,7 +13,7 @@ from mqlayer.doctor import control, nodes, outbox, postgres, sessions
 from mqlayer.doctor.body_store import body_store_subject, check_body_store
 from mqlayer.doctor.broker import ask_broker, broker_subject, check_apart
 from mqlayer.doctor.findings import LIMITS, Check, CheckLimits, CheckStatus, Finding, run_checks
-from mqlayer.doctor.nodes import CheckedNode, node_subject
+from mqlayer.doctor.nodes import CheckedNode, RegisteredNode, node_subject
 from mqlayer.doctor.postgres import CheckedDatabase
 from mqlayer.doctor.rights import check_default_user, check_own_rights
 from mqlayer.errors import MqlayerError, SchemaMismatch
@@ -23,7 +22,6 @@ from mqlayer.postgres.migrations import SchemaName, check_schema
 from mqlayer.postgres.queries import query
 from mqlayer.postgres.session_setup import is_own
 from mqlayer.redis.access import NodeAccess, broker_access
-from mqlayer.redis.node_connection import Node
 from mqlayer.redis.server_info import ServerInfo, read_server_info
 from mqlayer.settings import Settings, as_role
 
@@ -35,7 +33,7 @@ class ServerReport:
     """A server's findings, and data for other checks."""
 
     findings: list[Finding] = field(default_factory=list)
-    registered: list[tuple[Node, datetime | None]] | None = None
+    registered: list[RegisteredNode] | None = None
     node: CheckedNode | None = None
     broker: ServerInfo | None = None
 
@@ -71,8 +69,9 @@ def diagnose_database(dsn: str, subject: str, schemas: tuple[SchemaName, ...], l
     return report
 
 
-def diagnose_node(node: Node, lost_at: datetime | None, prefix: str, limits: CheckLimits) -> ServerReport:
+def diagnose_node(registered: RegisteredNode, prefix: str, limits: CheckLimits) -> ServerReport:
     """Check a node."""
+    node, lost_at, classes = registered
     name = node_subject(node)
     try:
         answers = read_server_info(node.url, timeout_s=limits.connect_s, node=node.name)
@@ -86,7 +85,7 @@ def diagnose_node(node: Node, lost_at: datetime | None, prefix: str, limits: Che
             f"{node.name} --yes"
         )
         return ServerReport([Finding("reachable", name, CheckStatus.BROKEN, str(error), fix)])
-    checked = CheckedNode(node, lost_at, answers)
+    checked = CheckedNode(node, lost_at, answers, classes)
     seen = f"answers in {answers.round_trip_s * 1000:.1f} ms"
     first = Finding("reachable", name, CheckStatus.OK, seen)
     rights = check_own_rights(node, name, prefix, limits)
@@ -163,13 +162,13 @@ def _store_work(settings: Settings, role: str, limits: CheckLimits) -> CheckJobs
     return work
 
 
-def _node_work(registered: list[tuple[Node, datetime | None]], prefix: str, limits: CheckLimits) -> CheckJobs:
-    return {node_subject(node): partial(diagnose_node, node, lost_at, prefix, limits) for node, lost_at in registered}
+def _node_work(registered: list[RegisteredNode], prefix: str, limits: CheckLimits) -> CheckJobs:
+    return {node_subject(one.node): partial(diagnose_node, one, prefix, limits) for one in registered}
 
 
 def _check_whole(
     settings: Settings,
-    registered: list[tuple[Node, datetime | None]] | None,
+    registered: list[RegisteredNode] | None,
     broker: ServerInfo | None,
     checked: list[CheckedNode],
 ) -> list[Finding]:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Final
+from typing import Final, NamedTuple
 
 from mqlayer.doctor.clocks import clock_finding
 from mqlayer.doctor.findings import Check, CheckLimits, CheckStatus, Finding
 from mqlayer.doctor.versions import redis_finding
+from mqlayer.domain.durability import Durability, replicas_wanted
 from mqlayer.domain.node_runs import is_same_run, short_run
+from mqlayer.redis.durability import WAITAOF_SINCE
 from mqlayer.redis.node_connection import REQUIRED_SETTINGS, Node
 from mqlayer.redis.server_info import ServerInfo
+
+
+class RegisteredNode(NamedTuple):
+    """A node, when it was given up, and a topic of each durability class there."""
+
+    node: Node
+    lost_at: datetime | None
+    classes: Mapping[Durability, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +32,8 @@ class CheckedNode:
     node: Node
     lost_at: datetime | None
     answers: ServerInfo
+    classes: Mapping[Durability, str] = field(default_factory=dict)
+    """The durability classes of its partitions' topics, each with a topic."""
     shard: str = ""
     """Address of one shard, if its answers are meant."""
 
@@ -131,6 +144,39 @@ def check_replicas(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
     return [Finding("replicas", checked.subject, CheckStatus.OK, seen)]
 
 
+def check_durable_topics(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
+    """Report a node that can't hold the durability classes of its topics."""
+    found = [finding for name in sorted(checked.classes) for finding in _class_findings(checked, name)]
+    if found or not checked.classes:
+        return found
+    seen = f"holds {', '.join(sorted(checked.classes))}"
+    return [Finding("durable_topics", checked.subject, CheckStatus.OK, seen)]
+
+
+def _class_findings(checked: CheckedNode, durability: Durability) -> list[Finding]:
+    node, answers, topic = checked.node, checked.answers, checked.classes[durability]
+    waits = f"topic {topic} waits for {durability}"
+    if durability == "disk":
+        if answers.redis_version < WAITAOF_SINCE:
+            shown = ".".join(map(str, answers.version))
+            return [_durable_topics(checked, f"{waits}, and {shown} has no WAITAOF", "Redis 7.2 or later, or Valkey")]
+        if answers.settings.get("appendfsync") == "no":
+            return [_durable_topics(checked, f"{waits}, and appendfsync is no", "CONFIG SET appendfsync always")]
+        return []
+    wanted, there = replicas_wanted(durability, node.replicas), answers.number("connected_slaves")
+    if there >= wanted:
+        return []
+    fix = (
+        "bring replicas back: until then its messages are not confirmed, and their outbox rows stay; "
+        f"or mqlayer topic set {topic} --durability node"
+    )
+    return [_durable_topics(checked, f"{waits}: {there} of {wanted} replicas are connected", fix)]
+
+
+def _durable_topics(checked: CheckedNode, seen: str, fix: str) -> Finding:
+    return Finding("durable_topics", checked.subject, CheckStatus.BROKEN, seen, fix)
+
+
 def check_clock(checked: CheckedNode, limits: CheckLimits) -> list[Finding]:
     """Check the clock."""
     return [clock_finding(checked.subject, checked.answers.ahead_s, checked.answers.round_trip_s, limits)]
@@ -144,11 +190,12 @@ CHECKS: Final[dict[str, Check[CheckedNode]]] = {
     "eviction": check_eviction,
     "memory": check_memory,
     "replicas": check_replicas,
+    "durable_topics": check_durable_topics,
     "clock": check_clock,
 }
 
 
-OF_SHARDS: Final = ("version", "persistence", "eviction", "memory", "replicas", "clock")
+OF_SHARDS: Final = ("version", "persistence", "eviction", "memory", "replicas", "durable_topics", "clock")
 """Checks that each shard of a cluster has."""
 
 

@@ -73,5 +73,11 @@ POP_KEY_CLASSES: Final = Feature(
     schema="control",
     text="groups with ordered pop may have key classes; receivers of the release before know none",
 )
-FEATURES: Final[tuple[Feature, ...]] = (PRODUCER_TOPICS, POP_KEY_CLASSES)
+DURABILITY: Final = Feature(
+    "durability",
+    since=2,
+    schema="control",
+    text="topics may have a durability class; relays and producers of the release before confirm earlier",
+)
+FEATURES: Final[tuple[Feature, ...]] = (PRODUCER_TOPICS, POP_KEY_CLASSES, DURABILITY)
 """By version. CONTRIBUTING.md says how one is added."""

@@ -10,6 +10,7 @@ from hashlib import sha256
 from itertools import pairwise
 from typing import Final, NewType
 
+from mqlayer.domain.durability import Durability
 from mqlayer.errors import InvalidInput
 
 Lp = NewType("Lp", int)
@@ -54,6 +55,7 @@ class Route:
     backlog_limit: int
     best_effort: bool = False
     """Messages may go to other partitions if theirs refuses."""
+    durability: Durability = "node"
     since: float = 0.0
     """When its Postgres was first met: a later one may assign lost versions again."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
+from mqlayer.domain.durability import Durability
 from mqlayer.domain.names import check_any_topic
 from mqlayer.domain.time_to_live import ExpiredRule
 from mqlayer.errors import NotFound
@@ -101,6 +102,7 @@ class TopicSettings:
     created_at: datetime
     message_ttl_s: int
     expired: ExpiredRule
+    durability: Durability
 
 
 def topic_overviews(

@@ -50,6 +50,7 @@ class TopicStatus:
     paused_at: datetime | None
     paused_by: str | None
     created_at: datetime
+    durability: str
     retention: Retention
     partitions: Sequence[TopicPartition]
     nodes: Mapping[NodeId, str]

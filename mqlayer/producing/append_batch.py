@@ -8,6 +8,7 @@ from typing import cast
 
 from mqlayer.domain.names import BATCH_BYTES_LIMIT, BATCH_COUNT_LIMIT
 from mqlayer.producing.send_queues import LpQueue, NodeQueue, PartitionQueue, PendingSend
+from mqlayer.redis.durability import NO_WAIT
 from mqlayer.redis.wire import bulk, bulk_number
 
 
@@ -16,6 +17,7 @@ class AppendBatch:
 
     __slots__ = (
         "chunks", "count", "heads", "once", "partition_queue", "pending_sends", "sent_at", "size", "source",
+        "wait",
     )  # fmt: skip
 
     def __init__(self, partition_queue: PartitionQueue) -> None:
@@ -28,6 +30,7 @@ class AppendBatch:
         self.count = self.size = 0
         # Set where metrics are on.
         self.sent_at = 0.0
+        self.wait = NO_WAIT
 
     @property
     def topic(self) -> str:

@@ -51,7 +51,7 @@ class BulkSend:
         guarded, topic = self._guarded, self._bulk.topic
         count = sum(pending.count for pending in pending_sends.values())
         size = sum(pending.size for pending in pending_sends.values())
-        sender = self._engine.senders[partition_queue.node.node_id]
+        sender = self._engine.senders[partition_queue.node.key]
         if self._holds(sender) and guarded.has_room(count, size) and not guarded.closed:
             sender.send_now(topic, pending_sends, partition_queue)
             return

@@ -18,6 +18,7 @@ from mqlayer.producing.guarded_in_flight import GuardedInFlight
 from mqlayer.producing.losses import AcknowledgedMark
 from mqlayer.producing.node_sender import NodeSender
 from mqlayer.producing.scheduler import Scheduler
+from mqlayer.producing.send_queues import SenderKey
 from mqlayer.redis.node_connection import Node
 from mqlayer.redis.partition_scripts import LIVE_STATES
 from mqlayer.redis.read_scripts import MARKS_PER_CALL, marks_of
@@ -43,7 +44,7 @@ class LossDetector:
         self,
         guarded: GuardedInFlight,
         scheduler: Scheduler,
-        senders: Mapping[NodeId, NodeSender],
+        senders: Mapping[SenderKey, NodeSender],
         runtime: Runtime,
         find_node: Callable[[NodeId], Node],
     ) -> None:
@@ -77,7 +78,7 @@ class LossDetector:
             if self._check(node_id, tries):
                 continue
             if tries + 1 == TRIES:
-                log.warning("producer_loss_check_abandoned", extra={"node": self._senders[node_id].queue.runs[0]})
+                log.warning("producer_loss_check_abandoned", extra={"node": self._senders_of(node_id)[0].queue.runs[0]})
                 continue
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**tries)
             self._due[node_id] = (tries + 1, now + pause_s)
@@ -85,22 +86,25 @@ class LossDetector:
 
     def _check(self, node_id: NodeId, tries: int) -> bool:
         """Whether the check is complete."""
-        sender = self._senders[node_id]
+        senders = self._senders_of(node_id)
         with self._guarded as in_flight:
-            expected_marks = in_flight.losses.expected_marks(sender.queue)
+            expected_marks = in_flight.losses.expected_marks(node_id)
             # An outstanding answer may predate the arming.
-            whole = not sender.unanswered_count or tries >= LATE_TRIES
+            whole = not any(sender.unanswered_count for sender in senders) or tries >= LATE_TRIES
         if not expected_marks:
             return whole
         try:
             found = self._marks(node_id, expected_marks)
         except MqlayerError as error:
-            log.info("producer_loss_check_failed", extra={"node": sender.queue.runs[0], "reason": str(error)})
+            log.info("producer_loss_check_failed", extra={"node": senders[0].queue.runs[0], "reason": str(error)})
             return False
         with self._guarded as in_flight:
             for expected, mark in found:
                 in_flight.losses.check_mark(expected, mark)
         return whole and len(found) == len(expected_marks)
+
+    def _senders_of(self, node_id: NodeId) -> list[NodeSender]:
+        return [sender for (of_node, _), sender in list(self._senders.items()) if of_node == node_id]
 
     def _marks(self, node_id: NodeId, expected_marks: Sequence[AcknowledgedMark]) -> list[tuple[AcknowledgedMark, int]]:
         of: dict[int, list[AcknowledgedMark]] = defaultdict(list)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Final, NamedTuple
 
+from mqlayer.domain.routing import NodeId
 from mqlayer.errors import AcknowledgedLoss, Loss
 from mqlayer.events import Event, emit
 from mqlayer.logs import event_logger
@@ -14,7 +15,7 @@ from mqlayer.producing.follow_ups import FollowUps
 from mqlayer.producing.listeners import OnewayListener
 from mqlayer.producing.producer_queues import ProducerQueues
 from mqlayer.producing.send_counts import SendCounts
-from mqlayer.producing.send_queues import Listener, LpQueue, NodeQueue
+from mqlayer.producing.send_queues import Listener, LpQueue
 from mqlayer.producing.settlement import SendSettlement
 
 log = event_logger(__name__)
@@ -100,16 +101,18 @@ class Losses:
         self.unreported.clear()
         return losses
 
-    def expected_marks(self, node: NodeQueue) -> list[AcknowledgedMark]:
+    def expected_marks(self, node_id: NodeId) -> list[AcknowledgedMark]:
         """Return marks that a node must have, under present and former sources."""
         present = (
             (queue, queue.source, queue.acked) for queue in self._queues if queue.acked and queue.source is not None
         )
         return [
-            AcknowledgedMark(queue, source, acked, partition_queue.partition)
+            AcknowledgedMark(queue, source, acked, partition)
             for queue, source, acked in chain(self.former, present)
-            for partition_queue in dict.fromkeys((queue.partition_queue, queue.topic.table[queue.lp]))
-            if partition_queue.node is node
+            for partition, of_node in {
+                one.partition: one.node.node_id for one in (queue.partition_queue, queue.topic.table[queue.lp])
+            }.items()
+            if of_node == node_id
         ]
 
     def check_mark(self, expected: AcknowledgedMark, mark: int) -> None:

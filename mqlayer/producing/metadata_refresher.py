@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from mqlayer.domain.durability import Durability
 from mqlayer.domain.routing import NodeId, Route
 from mqlayer.errors import MqlayerError, NotFound
 from mqlayer.failpoints import failpoint
@@ -18,7 +19,7 @@ from mqlayer.producing.loss_detector import LossDetector
 from mqlayer.producing.node_sender import NodeSender, stop_senders
 from mqlayer.producing.options import ProducerOptions
 from mqlayer.producing.scheduler import Scheduler
-from mqlayer.producing.send_queues import PartitionQueue, TopicQueues
+from mqlayer.producing.send_queues import PartitionQueue, SenderKey, TopicQueues
 from mqlayer.redis.node_connection import Node
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
@@ -53,7 +54,7 @@ class MetadataRefresher:
         options: ProducerOptions,
         publish_to: Callable[[int], None],
     ) -> None:
-        self.senders: dict[NodeId, NodeSender] = {}
+        self.senders: dict[SenderKey, NodeSender] = {}
         self._guarded, self._scheduler, self._runtime, self._options = guarded, scheduler, runtime, options
         self._publish_to = publish_to
         self._routes = RouteCache(runtime.control)
@@ -137,7 +138,7 @@ class MetadataRefresher:
     def _follow_nodes(self) -> None:
         # First drop connections to former runs, then check the nodes armed since.
         nodes = self._routes.nodes
-        for node_id, sender in list(self.senders.items()):
+        for (node_id, _), sender in list(self.senders.items()):
             if node_id in nodes:
                 sender.set_node(nodes[node_id])
         self._loss_detector.check_rearmed(self._routes.armed_at)
@@ -193,7 +194,8 @@ class MetadataRefresher:
         known = in_flight.queues.partition_queues
         for r in route.ranges:
             partition_queue = known.get(r.partition)
-            if partition_queue is None:
+            if partition_queue is None or partition_queue.node is not senders[r.node].queue:
+                # Of another class than before: queues follow once nothing of theirs is in flight.
                 partition_queue = PartitionQueue(r.partition, senders[r.node].queue, route.backlog_limit)
                 known[r.partition] = partition_queue
             partition_queue.backlog_limit = route.backlog_limit
@@ -201,18 +203,18 @@ class MetadataRefresher:
         return table
 
     def _senders_of(self, route: Route) -> dict[NodeId, NodeSender]:
-        return {node_id: self._sender(node_id) for node_id in {r.node for r in route.ranges}}
+        return {node_id: self._sender(node_id, route.durability) for node_id in {r.node for r in route.ranges}}
 
-    def _sender(self, node_id: NodeId) -> NodeSender:
+    def _sender(self, node_id: NodeId, durability: Durability) -> NodeSender:
         with self._senders_lock:
-            sender = self.senders.get(node_id)
+            sender = self.senders.get((node_id, durability))
             if sender is None:
                 if not self.senders:
                     self._scheduler.schedule(self._poll_when_idle, after_s=IDLE_POLL_S)
                 node = self.node(node_id)
                 self._loss_detector.note_armed(node_id, self._routes.armed_at.get(node_id))
-                sender = NodeSender(node, self._guarded, self._runtime, self._options, self._fresh_node)
-                self.senders[node_id] = sender
+                sender = NodeSender(node, durability, self._guarded, self._runtime, self._options, self._fresh_node)
+                self.senders[node_id, durability] = sender
             return sender
 
     def _fresh_node(self, node_id: NodeId) -> Node:

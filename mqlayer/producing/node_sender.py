@@ -1,4 +1,4 @@
-"""A producer's connection to one node."""
+"""A producer's connection to one node, for topics of one durability class."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
+from mqlayer.domain.durability import NODE, Durability
 from mqlayer.domain.routing import Lp, NodeId
 from mqlayer.errors import (
     AccessDenied,
@@ -25,10 +26,11 @@ from mqlayer.producing.append_batch import AppendBatch
 from mqlayer.producing.guarded_in_flight import GuardedInFlight
 from mqlayer.producing.options import ProducerOptions
 from mqlayer.producing.send_queues import NodeQueue, PartitionQueue, PendingSend, TopicQueues
+from mqlayer.redis.durability import DurabilityWait
 from mqlayer.redis.node_connection import Node, NodeConnection, is_missing_script
-from mqlayer.redis.partition_scripts import Refused, append_once_reply, append_reply
+from mqlayer.redis.partition_scripts import AppendReply, Refused, append_once_reply, append_reply
 from mqlayer.redis.roles import RedisRole
-from mqlayer.redis.wire import append_once_packet, append_packet, append_start, wait_packet
+from mqlayer.redis.wire import append_once_packet, append_packet, append_start
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.runtime.service import Service
 from mqlayer.settings import Settings
@@ -48,15 +50,19 @@ class NodeSender(Service):
     def __init__(
         self,
         node: Node,
+        durability: Durability,
         guarded: GuardedInFlight,
         runtime: Runtime,
         options: ProducerOptions,
         refresh_node: Callable[[NodeId], Node],
     ) -> None:
         super().__init__(
-            f"mqlayer-producer-{node.name}", title=f"the sender of {node.name}", event="producer_sender", retry_s=0.0
+            f"mqlayer-producer-{node.name}" + (f"-{durability}" if durability != NODE else ""),
+            title=f"the sender of {node.name}",
+            event="producer_sender",
+            retry_s=0.0,
         )
-        self.queue = NodeQueue(node.node_id, node.name, node.armed_run_id or "")
+        self.queue = NodeQueue(node.node_id, node.name, node.armed_run_id or "", durability)
         self.io = threading.Lock()
         self._node, self._guarded, self._runtime, self._options = node, guarded, runtime, options
         self._refresh_node, self._meters = refresh_node, meters_of(runtime.settings)
@@ -65,7 +71,7 @@ class NodeSender(Service):
         self._address = node.address
         self._unanswered: deque[AppendBatch] = deque()
         self._scripts_missing = False
-        self._wait_packet = wait_packet(options.replicas, options.wait_ms) if options.replicas else b""
+        self._wait = _wait_on(node, durability, options)
         guarded.add_node(self.queue, self.wake_locked)
 
     @property
@@ -165,7 +171,10 @@ class NodeSender(Service):
             failpoint("producer.before_append")
             if self._meters is not None:
                 batch.sent_at = time.perf_counter()
-            self._connection.send_packet(*((packet, self._wait_packet) if self._wait_packet else (packet,)))
+            wait = batch.wait = self._wait
+            partition = batch.partition_queue.partition
+            waits = wait.packets(self._connection, self._runtime.prefix, partition) if wait.replies else ()
+            self._connection.send_packet(packet, *waits)
             failpoint("producer.after_send")
         except StoreUnavailable as error:
             self._lose(error)
@@ -181,7 +190,7 @@ class NodeSender(Service):
         try:
             if until is not None and not connection.ready(max(0.0, until - time.monotonic())):
                 return False
-            replies = connection.receive(2 if self._wait_packet else 1)
+            replies = connection.receive(1 + self._unanswered[0].wait.replies)
             failpoint("producer.after_reply")
             self._settle(replies)
         except StoreUnavailable as error:
@@ -193,16 +202,18 @@ class NodeSender(Service):
         return True
 
     def _settle(self, replies: list[Any]) -> None:
-        replicas = answer = None
-        if self._wait_packet:
-            replicas = replies[1] if isinstance(replies[1], int) else 0
+        batch, answer = self._unanswered[0], None
+        replicas = batch.wait.replicas(replies[1:]) if batch.wait.asked else None
         if is_missing_script(replies[0]):
             # Loaded once no append is unanswered; see `_connected`.
             self._scripts_missing = True
         else:
-            answer = _read_reply(self._unanswered[0], replies[0], self._address)
+            answer = _read_reply(batch, replies[0], self._address)
+            if isinstance(answer, AppendReply | list) and (lack := batch.wait.lack(replies[1:])):
+                # Stored, maybe for a while: unknown, as without an answer, so it goes again under its number.
+                raise StoreUnavailable(self._address, lack)
             if self._meters is not None:
-                _record(self._meters, self._unanswered[0], _refusal_class(answer))
+                _record(self._meters, batch, _refusal_class(answer))
         self._guarded.apply_answer(self.queue, self._unanswered, answer, replicas)
 
     def _lose(self, error: BaseException) -> None:
@@ -268,6 +279,7 @@ class NodeSender(Service):
         self._aim(node)
 
     def _aim(self, node: Node) -> bool:
+        self._wait = _wait_on(node, self.queue.durability, self._options)
         if node == self._node:
             return False
         armed = self.queue.runs[2]
@@ -279,6 +291,10 @@ class NodeSender(Service):
 
     def _new_connection(self, node: Node) -> NodeConnection:
         return self._runtime.connection(node, RedisRole.PUBLISHER)
+
+
+def _wait_on(node: Node, durability: Durability, options: ProducerOptions) -> DurabilityWait:
+    return DurabilityWait.of(durability, node, asked=options.replicas, wait_ms=options.wait_ms)
 
 
 def _append_request(connection: NodeConnection, batch: AppendBatch, settings: Settings) -> bytes:

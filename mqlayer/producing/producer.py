@@ -88,7 +88,7 @@ class Producer(ProducerBase):
         queues, lp, pending = engine.prepare(topic, message, None, timeout_s, on_backlog)
         # Without a listener no thread is woken for it: this one sends it, or `await_one` wakes the sender's.
         self._guarded.accept(queues, lp, pending, wake=False)
-        engine.senders[pending.queue.partition_queue.node.node_id].lead(pending)
+        engine.senders[pending.queue.partition_queue.node.key].lead(pending)
         if pending.outcome is None:
             await_one(self._guarded, pending, pending.deadline)
         return receipt_of(pending)

@@ -16,6 +16,7 @@ from typing import Final, Literal, cast
 
 import msgspec
 
+from mqlayer.domain.durability import NODE, Durability
 from mqlayer.domain.message import NO_KEY, mark_reordered
 from mqlayer.domain.routing import LP_COUNT, NodeId, Route
 from mqlayer.errors import PublishError
@@ -27,6 +28,8 @@ CHUNKS_PER_MESSAGE: Final = 5
 """Facts, key, body head, body, line end."""
 
 BlockReason = Literal["repeat", "route", "lost", "once"]
+
+SenderKey = tuple[NodeId, Durability]
 
 
 class Listener:
@@ -217,17 +220,23 @@ class PartitionQueue:
 class NodeQueue:
     """A node's partitions with ready queues. After `failures` of its connection it pauses until `retry_at`.
 
-    `runs`: the node's name, its former armed run and the present one, or "".
+    `runs`: the node's name, its former armed run and the present one, or "". Topics that wait for more than the node's
+    answer have queues and connections of their own: a wait holds up what is sent behind it.
     """
 
-    __slots__ = ("failures", "last_error", "node_id", "partition_queues", "retry_at", "runs")
+    __slots__ = ("durability", "failures", "last_error", "node_id", "partition_queues", "retry_at", "runs")
 
-    def __init__(self, node_id: NodeId, name: str, armed_run: str) -> None:
-        self.node_id, self.runs = node_id, (name, "", armed_run)
+    def __init__(self, node_id: NodeId, name: str, armed_run: str, durability: Durability = NODE) -> None:
+        self.node_id, self.runs, self.durability = node_id, (name, "", armed_run), durability
         self.partition_queues: deque[PartitionQueue] = deque()
         self.failures = 0
         self.last_error = ""
         self.retry_at = 0.0
+
+    @property
+    def key(self) -> SenderKey:
+        """What names its sender."""
+        return self.node_id, self.durability
 
     def is_unreachable(self, now: float) -> bool:
         """Whether the connection failed and no retry is due."""

@@ -32,6 +32,8 @@ PLAIN_KEYS: Final[Mapping[str, str]] = {
     "hdel": "marks", "xtrim": "outcomes", "xsetid": "log", "xreadgroup": "log", "xpending": "log",
 }  # fmt: skip
 """Of writing commands; readers may read all keys."""
+COMMANDS_SINCE: Final[Mapping[str, tuple[int, int, int]]] = {"waitaof": (7, 2, 0)}
+"""Commands that an older server than 7.2 lacks."""
 
 SEVERAL_KEYS: Final = frozenset({"del", "unlink"})
 """One selector must cover a whole call, so each has its own."""
@@ -86,7 +88,12 @@ def _kind(variable: str) -> str:
 @cache
 def needs_of(role: RedisRole, version: tuple[int, int, int] = HEADERS_SINCE) -> AccessSet:
     """Return a role's needs."""
-    plain = {CommandAccess(name, "" if name in KEYLESS else PLAIN_KEYS.get(name, ANY)) for name in PLAIN_COMMANDS[role]}
+    plain = {
+        CommandAccess(name, "" if name in KEYLESS else PLAIN_KEYS.get(name, ANY))
+        for name in PLAIN_COMMANDS[role]
+        # An access list with an unknown command is refused as a whole.
+        if version >= COMMANDS_SINCE.get(name, version)
+    }
     plain |= {
         CommandAccess(name, "") for name in CONNECTING if version >= HEADERS_SINCE or not name.startswith("acl|dryrun")
     }

@@ -23,7 +23,7 @@ from mqlayer.redis.slots import SlotMap, read_slots, slot_of
 
 POLL_S: Final = (0.001, 0.02)
 """Pauses between looks at idle streams: one blocking read spans no two slots."""
-EVERY_SHARD: Final = frozenset({"INFO", "PING", "BGREWRITEAOF"})
+EVERY_SHARD: Final = frozenset({"INFO", "PING", "BGREWRITEAOF", "CONFIG"})
 READS: Final = frozenset({"XREAD", "XREADGROUP"})
 SCRIPT_CALLS: Final = frozenset({"EVAL", "EVALSHA"})
 REDIRECTS: Final = (
@@ -249,7 +249,7 @@ class ClusterConnection(NodeConnection):
         every = range(len(self._shards))
         for number in every:
             writes.setdefault(number, []).append(command)
-        self._expected.append(_Expected(every, _merged_info if name == "INFO" else _first_error))
+        self._expected.append(_Expected(every, MERGED.get(name, _first_error)))
 
     def _plan_scan(self, command: Command, writes: dict[int, list[Command]]) -> None:
         number, _, cursor = bytes(command[1]).rpartition(b":")
@@ -383,6 +383,15 @@ def _merged_info(replies: list[Any]) -> Any:
     texts = [reply.decode() for reply in replies]
     facts = summed_info([dict(line.split(":", 1) for line in text.splitlines() if ":" in line) for text in texts])
     return "".join(f"{name}:{value}\r\n" for name, value in facts.items()).encode()
+
+
+def _every_setting(replies: list[Any]) -> Any:
+    """Return names and values of all shards, one behind the other."""
+    error = _first_error(replies)
+    return error if isinstance(error, Exception) else [word for reply in replies for word in reply]
+
+
+MERGED: Final[Mapping[str, Callable[[list[Any]], Any]]] = {"INFO": _merged_info, "CONFIG": _every_setting}
 
 
 def summed_info(facts: Sequence[Mapping[str, str]]) -> dict[str, str]:

@@ -55,6 +55,7 @@ COMMANDS: Final[dict[str, CommandSpec]] = {
     "time": CommandSpec(1),
     "unlink": CommandSpec(2, writes=True),
     "wait": CommandSpec(3),
+    "waitaof": CommandSpec(4),
     "xack": CommandSpec(4, writes=True),
     "xadd": CommandSpec(5, writes=True),
     "xclaim": CommandSpec(6, writes=True),
@@ -87,7 +88,7 @@ COMMANDS: Final[dict[str, CommandSpec]] = {
 }
 KEYLESS: Final = frozenset(
     {"acl|dryrun", "acl|whoami", "bgrewriteaof", "config|get", "exec", "info", "multi", "ping", "scan", "script|load"}
-    | {"select", "time", "wait"}
+    | {"select", "time", "wait", "waitaof"}
 )
 """Commands without a key; SCAN shows all key names."""
 _NO_KEY_YET: Final = {"xread": ("STREAMS",), "xreadgroup": ("GROUP", "g", "c", "STREAMS"), "eval": ("x", "1"),

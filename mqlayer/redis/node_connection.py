@@ -59,6 +59,8 @@ class Node:
     armed_run_id: str | None
     draining_at: datetime | None = field(default=None, compare=False)
     zone: str = field(default="", compare=False)
+    replicas: int = field(default=0, compare=False)
+    """How many it has, as an operator says."""
 
     @property
     def takes_partitions(self) -> bool:

@@ -88,6 +88,11 @@ def append_command(
     return connection.script("log_append", names, *args)
 
 
+def touch_command(connection: NodeConnection, prefix: str, partition: int) -> Command:
+    """Write a partition's state as it is: a wait behind it covers the node's writes so far."""
+    return connection.script("log_touch", (partition_keys(prefix, partition).meta,))
+
+
 def end_sources(
     connection: NodeConnection, prefix: str, sources: Sequence[int], *, closed: bool, partitions: Sequence[int]
 ) -> None:

@@ -26,7 +26,7 @@ class RedisRole(StrEnum):
 GRANTED: Final = tuple(role for role in RedisRole if role is not RedisRole.ARMING)
 
 SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
-    RedisRole.PUBLISHER: frozenset({"log_append", "log_append_once", "marks_read"}),
+    RedisRole.PUBLISHER: frozenset({"log_append", "log_append_once", "log_touch", "marks_read"}),
     RedisRole.CONSUMER: frozenset(
         {
             "attempt_count",
@@ -55,6 +55,7 @@ SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "log_append",
             "log_recount",
             "log_ends",
+            "log_touch",
             "mark_skip",
             "marks_read",
             "partition_create",
@@ -78,6 +79,7 @@ SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "log_recount",
             "log_ends",
             "log_search",
+            "log_touch",
             "log_trim",
             "mark_skip",
             "marks_drop",
@@ -138,7 +140,7 @@ SCRIPTS: Final[Mapping[RedisRole, frozenset[str]]] = {
 }
 
 PLAIN_COMMANDS: Final[Mapping[RedisRole, frozenset[str]]] = {
-    RedisRole.PUBLISHER: frozenset({"evalsha", "wait", "xrevrange"}),
+    RedisRole.PUBLISHER: frozenset({"evalsha", "wait", "waitaof", "xrevrange"}),
     RedisRole.CONSUMER: frozenset({"evalsha", "xpending", "xrange", "xread", "xreadgroup"}),
     RedisRole.RELAY: frozenset(
         {
@@ -153,6 +155,8 @@ PLAIN_COMMANDS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "hmget",
             "multi",
             "scan",
+            "wait",
+            "waitaof",
             "xrevrange",
         }
     ),
@@ -172,6 +176,7 @@ PLAIN_COMMANDS: Final[Mapping[RedisRole, frozenset[str]]] = {
             "scan",
             "time",
             "wait",
+            "waitaof",
             "xrange",
             "xrevrange",
             "xtrim",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 from mqlayer.domain.dedup import IDS_PER_PARTITION
 from mqlayer.redis.keys import ended_sources_key, partition_keys, terms_key
@@ -94,6 +94,17 @@ def marks_packet(connection: NodeConnection, prefix: str, partition: int, source
     """Return a request for a partition's state and marks."""
     words = marks_command(connection, prefix, partition, [b"%d:%d" % (source, lp) for lp in lps])
     return b"*%d\r\n" % len(words) + b"".join(map(bulk, words))
+
+
+def wait_aof_packet(timeout_ms: int) -> bytes:
+    """Return a WAITAOF request for this server's file; its reply counts it, then replicas."""
+    return b"*4\r\n" + bulk(b"WAITAOF") + bulk_number(1) + bulk_number(0) + bulk_number(timeout_ms)
+
+
+def command_packet(words: Sequence[Any]) -> bytes:
+    """Return a command of bytes, numbers and text."""
+    encoded = (word if isinstance(word, bytes) else str(word).encode() for word in words)
+    return b"*%d\r\n" % len(words) + b"".join(map(bulk, encoded))
 
 
 def wait_packet(replicas: int, timeout_ms: int) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
+from mqlayer.domain.durability import NODE, Durability
 from mqlayer.domain.message import NO_KEY, void_facts
 from mqlayer.domain.names import BATCH_BYTES_LIMIT, BATCH_COUNT_LIMIT, KEY_LIMIT, oversize
 from mqlayer.domain.routing import LP_COUNT
@@ -31,13 +32,14 @@ class Target:
     rows."""
 
     __slots__ = (
-        "backlog_limit", "batch", "node_id", "partition", "passes_over", "pause_count", "paused_until", "ready",
-        "refusal",
+        "backlog_limit", "batch", "durability", "node_id", "partition", "passes_over", "pause_count", "paused_until",
+        "ready", "refusal",
     )  # fmt: skip
 
     def __init__(self, partition: int, node_id: int, backlog_limit: int, refusal: str = "") -> None:
         self.partition, self.node_id, self.backlog_limit = partition, node_id, backlog_limit
         self.refusal = refusal
+        self.durability: Durability = NODE
         self.ready = self.passes_over = False
         self.paused_until, self.pause_count = 0.0, 0
         self.batch: RelayBatch | None = None
@@ -132,6 +134,10 @@ class LpCursors:
         if cursor is None:
             cursor = self._cursors[chain] = LpCursor(chain, self._find_target(chain))
         return cursor
+
+    def holds(self, cursor: LpCursor) -> bool:
+        """Whether a cursor is still one of these."""
+        return self._cursors.get(cursor.chain) is cursor
 
     def start(self, chain: int, seq: int) -> None:
         """Make a cursor at a seq, unless known."""

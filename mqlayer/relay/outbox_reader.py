@@ -114,32 +114,32 @@ class OutboxReader:
         self._rows_cursor.execute(query("voided_put"), self._facts(cursor, seq, reason))
         failpoint("relay.after_voided")
 
-    def put_relayed(self, cursors: Iterable[LpCursor]) -> None:
+    def put_relayed(self, progress: Mapping[LpCursor, int]) -> None:
         """Record cursors' progress durably."""
         # One order of rows for all relays avoids deadlocks.
-        moved = sorted(cursors, key=_by_chain)
+        moved = sorted(progress, key=_by_chain)
         failpoint("relay.before_progress")
-        self._rows_cursor.execute(query("relayed_put"), self._progress(moved))
+        self._rows_cursor.execute(query("relayed_put"), self._progress(moved, [progress[cursor] for cursor in moved]))
         failpoint("relay.after_progress")
         for cursor in moved:
-            cursor.recorded = cursor.acked
+            cursor.recorded = progress[cursor]
 
     def lower_relayed(self, cursors: Iterable[LpCursor]) -> None:
         """Lower recorded seqs, so that the outbox keeps rows lost by Redis."""
         fallen = sorted(cursors, key=_by_chain)
         failpoint("relay.before_lower")
-        self._rows_cursor.execute(query("relayed_lower"), self._progress(fallen))
+        self._rows_cursor.execute(query("relayed_lower"), self._progress(fallen, [cursor.acked for cursor in fallen]))
         failpoint("relay.after_lower")
         for cursor in fallen:
             cursor.recorded = min(cursor.recorded, cursor.acked)
 
-    def _progress(self, cursors: Sequence[LpCursor]) -> dict[str, Any]:
+    def _progress(self, cursors: Sequence[LpCursor], seqs: list[int]) -> dict[str, Any]:
         return {
             "outbox_uuid": self.outbox_uuid,
             "term": self.term,
             "topic_ids": [cursor.topic_id for cursor in cursors],
             "lps": [cursor.lp for cursor in cursors],
-            "seqs": [cursor.acked for cursor in cursors],
+            "seqs": seqs,
         }
 
     def _facts(self, cursor: LpCursor, seq: int, reason: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mqlayer.logs import event_logger
+from mqlayer.relay.confirmations import Confirmations
 from mqlayer.relay.lp_cursors import LpCursors, Unsendable, chain_of
 from mqlayer.relay.outbox_reader import OutboxReader
 from mqlayer.relay.sender import Sender
@@ -16,15 +17,24 @@ class ProgressWriter:
     """Empties the sender's lists. `refuse_other_term`: called before progress is recorded."""
 
     def __init__(
-        self, reader: OutboxReader, sender: Sender, cursors: LpCursors, refuse_other_term: Callable[[], None]
+        self,
+        reader: OutboxReader,
+        sender: Sender,
+        cursors: LpCursors,
+        confirmations: Confirmations,
+        refuse_other_term: Callable[[], None],
     ) -> None:
-        self._reader, self._sender, self._cursors = reader, sender, cursors
+        self._reader, self._sender, self._cursors, self._confirmations = reader, sender, cursors, confirmations
         self._refuse_other_term = refuse_other_term
 
     def record(self) -> None:
-        """Record acknowledged seqs as relayed."""
-        moved = [cursor for cursor in self._sender.moved.values() if cursor.acked > cursor.recorded]
+        """Record acknowledged seqs as relayed; those of topics with a durability class once they are confirmed."""
+        moved = {cursor: cursor.acked for cursor in self._sender.moved.values() if cursor.acked > cursor.recorded}
         self._sender.moved = {}
+        confirmed = self._confirmations.take()
+        moved |= {
+            cursor: seq for cursor, seq in confirmed.items() if seq > cursor.recorded and self._cursors.holds(cursor)
+        }
         if moved:
             self._refuse_other_term()
             self._reader.put_relayed(moved)

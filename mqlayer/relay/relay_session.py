@@ -19,6 +19,7 @@ from mqlayer.relay.attachments import Attachments
 from mqlayer.relay.backoff import Interval
 from mqlayer.relay.catch_up import CatchUp
 from mqlayer.relay.commit_check import CommitChecker
+from mqlayer.relay.confirmations import Confirmations
 from mqlayer.relay.limits import RelayLimits
 from mqlayer.relay.lp_cursors import LpCursors, Row, plan
 from mqlayer.relay.lp_leases import LpSets
@@ -67,7 +68,12 @@ class RelaySession:
         self._meters = self._sender.meters = meters_of(runtime.settings)
         tracing = tracing_of(runtime.settings)
         self._spans = self._sender.spans = None if tracing is None else RelaySpans(tracing)
-        self._writer = ProgressWriter(self._reader, self._sender, self._cursors, self._refuse_other_term)
+        self._confirmations = Confirmations(
+            runtime, self._nodes, self._sender.unconfirmed, lambda: self._routes.nodes, self._background
+        )
+        self._writer = ProgressWriter(
+            self._reader, self._sender, self._cursors, self._confirmations, self._refuse_other_term
+        )
         self._late = LateIds(limits)
         self._source: OutboxSource | None = None
         # Four beats per lease, so that a dead relay is replaced soon after its lease.
@@ -194,6 +200,7 @@ class RelaySession:
         except StoreUnavailable as error:
             log.warning("relay_leases_left", extra={"reason": str(error)})
         finally:
+            self._confirmations.close()
             self._nodes.close()
             self._routes.close()
             self._connection.close()
@@ -204,6 +211,9 @@ class RelaySession:
         while self._sender.has_pending and time.monotonic() < deadline:
             self._sender.collect(allowed=0)
         self._writer.record()
+        while self._confirmations.is_asking and time.monotonic() < deadline:
+            time.sleep(self._limits.poll_min_s)
+            self._writer.record()
         self._leases.leave(self._connection)
         self._presence.end()
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from mqlayer.domain.durability import NODE
 from mqlayer.errors import MqlayerError, NodeOutOfMemory, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger, is_reported
@@ -37,8 +38,9 @@ ASK_LIMIT_AFTER: Final = 4
 class Sender:
     """Appends to partitions, and corrects the cursors.
 
-    `moved`: cursors acknowledged past the recorded seq. `fallen`: cursors whose mark fell below it. `missing`: rows in
-    neither outbox nor Redis. The owner empties these. `ended`: nodes refuse the source.
+    `moved`: cursors acknowledged past the recorded seq. `unconfirmed`: those whose topics wait for more. `fallen`:
+    cursors whose mark fell below it. `missing`: rows in neither outbox nor Redis. The owner empties these. `ended`:
+    nodes refuse the source.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Sender:
         self._prefix, self._limits = prefix, limits
         self._cursors, self._nodes, self._targets = cursors, nodes, targets
         self.moved: dict[int, LpCursor] = {}
+        self.unconfirmed: dict[Target, dict[LpCursor, int]] = {}
         self.fallen: dict[int, LpCursor] = {}
         self.missing: list[Unsendable] = []
         self.ended = False
@@ -155,7 +158,7 @@ class Sender:
         append.target.pause_count = 0
         if answer.outcomes is None:
             for cursor, first, count in append.runs:
-                self.advance(cursor, first + count - 1)
+                self.advance(cursor, first + count - 1, append.target)
                 self.appended_count += count
             return
         for (cursor, _, _), outcome in zip(append.runs, answer.outcomes, strict=True):
@@ -164,7 +167,7 @@ class Sender:
     def _on_outcome(self, write: PendingWrite, target: Target, cursor: LpCursor, outcome: RunOutcome) -> None:
         self.appended_count += outcome.appended
         if outcome.status in ("ok", "dup"):
-            self.advance(cursor, outcome.mark)
+            self.advance(cursor, outcome.mark, target)
         elif write.number <= cursor.rewound_at:
             # Sent before the rewind: no news.
             return
@@ -234,13 +237,16 @@ class Sender:
             if mark < cursor.acked:
                 self._rewind_to(cursor, mark)
             elif mark > cursor.acked:
-                self.advance(cursor, mark)
+                self.advance(cursor, mark, question.target)
             self._judge(cursor, mark, write.number)
 
-    def advance(self, cursor: LpCursor, mark: int) -> None:
+    def advance(self, cursor: LpCursor, mark: int, at: Target) -> None:
         """Note that Redis holds messages up to a mark."""
         cursor.advance(mark)
-        self.moved[cursor.chain] = cursor
+        if at.durability == NODE:
+            self.moved[cursor.chain] = cursor
+        else:
+            self.unconfirmed.setdefault(at, {})[cursor] = mark
 
     def _judge(self, cursor: LpCursor, mark: int, write_number: int) -> None:
         # Only a mark requested after the suspicion decides whether the rows are gone.
@@ -263,6 +269,8 @@ class Sender:
         if mark < cursor.recorded:
             self.fallen[cursor.chain] = cursor
         self.moved.pop(cursor.chain, None)
+        for seqs in self.unconfirmed.values():
+            seqs.pop(cursor, None)
         self._cursors.rewind(cursor, mark, self._nodes.write_number)
 
     def _send_again(self, append: AppendRequest, write_number: int) -> None:

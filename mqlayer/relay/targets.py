@@ -121,6 +121,7 @@ class Targets:
         for part in route.ranges:
             target = known.get(part.partition) or Target(part.partition, part.node, route.backlog_limit)
             target.backlog_limit, target.passes_over = route.backlog_limit, route.best_effort
+            target.durability = route.durability
             by_lp += [target] * (part.lp_to - part.lp_from)
             self._set_ready(target, time.monotonic())
         self._by_lp[topic_id], self._versions[topic_id] = by_lp, route.age

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from mqlayer.domain.durability import NODE
 from mqlayer.domain.names import check_name
 from mqlayer.domain.route_changes import ChangePlan, emptiest, halving_point, plan_merge, plan_move, plan_split
 from mqlayer.domain.routing import NodeId, Route
@@ -18,6 +19,7 @@ from mqlayer.routes.lp_load import measured_load
 from mqlayer.routes.outbox_proof import refuse_unproven
 from mqlayer.runtime.route_cache import load_nodes, load_route, node_names
 from mqlayer.runtime.runtime import Runtime
+from mqlayer.topics.durability import refuse_nodes
 from mqlayer.topics.node_draining import draining_conflict, find_target
 
 TIMEOUTS: Final = {"lock_wait": "10s", "idle": "5s"}
@@ -88,6 +90,9 @@ def choose_node(database: Database, route: Route, partition: int) -> NodeId:
     serving = [node for node in load_nodes(database) if node.takes_partitions and node.node_id != home]
     with database.connection() as connection:
         row = connection.execute(query("topic_home_zone"), {"name": route.topic}).fetchone()
+    # A class that waits for replicas is refused on a node without any.
+    able = [node for node in serving if node.replicas] if route.durability in ("replica", "quorum") else []
+    serving = able or serving
     at_home = [node for node in serving if row is not None and row[1] and node.zone == row[1]]
     return emptiest((node.node_id for node in at_home or serving), in_use, other_than=home)
 
@@ -101,9 +106,11 @@ def apply_change(runtime: Runtime, plan: ChangePlan) -> Route:
 def apply_plan(runtime: Runtime, plan: ChangePlan, *, note: ChangeNote | None = None) -> Route:
     """Apply a plan, return the new route. `note` writes in the transaction that records it.
 
-    Raises Conflict, nothing changed, if the route differs or a change is open; StoreUnavailable leaves the change open,
+    Raises Conflict, nothing changed, if the route differs or a change is open, ConfigurationRefused for a node that
+    can't hold the topic's durability class; StoreUnavailable leaves the change open,
     for the worker or the next command.
     """
+    _refuse_homes(runtime, plan)
     change_id = _record_plan(runtime, plan, note)
     failpoint("change.after_plan")
     try:
@@ -115,6 +122,14 @@ def apply_plan(runtime: Runtime, plan: ChangePlan, *, note: ChangeNote | None = 
     if state == "dropped":
         raise Conflict(f"change {change_id} of topic {plan.topic!r} was dropped meanwhile", "nothing was changed")
     return load_route(runtime.control, plan.topic)
+
+
+def _refuse_homes(runtime: Runtime, plan: ChangePlan) -> None:
+    durability = load_route(runtime.control, plan.topic).durability
+    if durability == NODE:
+        return
+    fresh = {one.node for one in plan.successors} - {one.node for one in plan.parents}
+    refuse_nodes(runtime, [node for node in load_nodes(runtime.control) if node.node_id in fresh], durability)
 
 
 def drop_change(runtime: Runtime, topic: str) -> int:

@@ -127,7 +127,7 @@ def load_route(database: Database, topic: str) -> Route:
         rows = connection.execute(query("route_in_force"), {"name": topic}).fetchall()
     if not rows:
         raise NotFound("topic", topic, f"create it: mqlayer topic create {topic}")
-    topic_id, version, body_limit, backlog_limit, strategy, since = rows[0][:6]
+    topic_id, version, body_limit, backlog_limit, strategy, durability, since = rows[0][:7]
     if version is None:
         raise NotFound("topic", topic, f"its creation was cut off, finish it: mqlayer topic create {topic}")
     ranges = tuple(
@@ -141,6 +141,7 @@ def load_route(database: Database, topic: str) -> Route:
         body_limit,
         backlog_limit,
         best_effort=strategy == "best_effort",
+        durability=durability,
         since=since,
     )
 
@@ -167,4 +168,4 @@ def nodes_by(connection: Connection) -> list[Node]:
 
 def _read_nodes(connection: Connection) -> list[tuple[Node, datetime | None]]:
     rows = connection.execute(query("node_list")).fetchall()
-    return [(Node(NodeId(row[0]), *row[1:6]), row[6]) for row in rows]
+    return [(Node(NodeId(row[0]), *row[1:7]), row[7]) for row in rows]

@@ -1,5 +1,6 @@
 """Nodes and topics: register, create, arm."""
 
+from mqlayer.topics.durability import refuse_class, set_durability, set_node_replicas
 from mqlayer.topics.node_draining import begin_drain, remove_node, set_node_zone, stop_drain
 from mqlayer.topics.nodes import find_node, list_nodes, rearm_node, register_node, set_node_address
 from mqlayer.topics.retention import set_stream_retention
@@ -25,12 +26,15 @@ __all__ = [
     "list_topics",
     "load_schemas",
     "rearm_node",
+    "refuse_class",
     "register_node",
     "remove_node",
     "set_archived",
+    "set_durability",
     "set_home_zone",
     "set_limits",
     "set_node_address",
+    "set_node_replicas",
     "set_node_zone",
     "set_schema_mode",
     "set_stream_retention",

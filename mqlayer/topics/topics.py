@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from mqlayer.domain.durability import Durability
 from mqlayer.domain.names import BODY_LIMIT, DEFAULT_BODY_LIMIT, check_name, check_zone
 from mqlayer.domain.retention import RETENTION_FIELDS, Retention
 from mqlayer.domain.routing import NodeId, Route, even_ranges, spread
@@ -51,6 +52,7 @@ class TopicSummary:
     archived: bool
     retention_days: int | None
     deleting: bool
+    durability: Durability
     retention: Retention
 
 

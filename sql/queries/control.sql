@@ -27,7 +27,8 @@ WHERE p.state <> 'deleted' AND p.partition_id > %(after)s ORDER BY p.partition_i
 
 -- name: node_list
 -- All nodes that were not removed, oldest first, and when each was armed for the last time.
-SELECT node_id, name, url, armed_run_id, draining_at, zone, armed_at FROM mqlayer.node WHERE removed_at IS NULL ORDER BY node_id;
+SELECT node_id, name, url, armed_run_id, draining_at, zone, replicas, armed_at FROM mqlayer.node WHERE removed_at IS NULL
+ORDER BY node_id;
 
 -- name: node_names
 -- The names of all nodes, of removed ones too: old routes name them.
@@ -45,6 +46,10 @@ UPDATE mqlayer.node SET draining_at = NULL WHERE node_id = %(node_id)s AND drain
 -- name: node_zone_put
 -- Say in which zone a node is.
 UPDATE mqlayer.node SET zone = %(zone)s WHERE node_id = %(node_id)s;
+
+-- name: node_replicas_put
+-- Say how many replicas a node has.
+UPDATE mqlayer.node SET replicas = %(replicas)s WHERE node_id = %(node_id)s;
 
 -- name: node_remove_lock
 -- Lock a node, also against partitions that come to it.
@@ -151,7 +156,7 @@ SELECT count(*) FROM mqlayer.partition WHERE topic_id = %(topic_id)s AND created
 -- All topics that are not deleted, with their limits and the number of partitions in force.
 SELECT t.topic_id, t.name, t.strategy, t.body_limit, t.backlog_limit, t.version,
        (SELECT count(*) FROM mqlayer.route r WHERE r.topic_id = t.topic_id AND r.version = t.version) AS partitions,
-       t.archived, t.retention_days, t.deleting_at IS NOT NULL, t.retain_s, t.retain_bytes, t.retain_messages,
+       t.archived, t.retention_days, t.deleting_at IS NOT NULL, t.durability, t.retain_s, t.retain_bytes, t.retain_messages,
        t.retain_unsettled, t.message_ttl_s, t.expired
 FROM mqlayer.topic t WHERE t.deleted_at IS NULL ORDER BY t.name;
 
@@ -162,6 +167,28 @@ SELECT topic_id, home_zone FROM mqlayer.topic WHERE name = %(name)s AND deleting
 -- name: topic_home_zone_put
 -- Say which zone's nodes a topic's partitions prefer.
 UPDATE mqlayer.topic SET home_zone = %(home_zone)s WHERE topic_id = %(topic_id)s;
+
+-- name: topic_durability_lock
+-- Lock a topic and its durability class.
+SELECT topic_id, durability, deleting_at IS NOT NULL FROM mqlayer.topic WHERE name = %(name)s FOR UPDATE;
+
+-- name: topic_durability_put
+-- Change a topic's durability class, and let relays know.
+WITH put AS (
+    UPDATE mqlayer.topic SET durability = %(durability)s WHERE topic_id = %(topic_id)s RETURNING name
+)
+SELECT pg_notify('mqlayer_route', name) FROM put;
+
+-- name: topic_nodes
+-- The nodes that hold partitions of a topic, or are about to.
+SELECT DISTINCT node_id FROM mqlayer.partition WHERE topic_id = %(topic_id)s AND state <> 'deleted';
+
+-- name: durable_topics
+-- Topics with a durability class beyond the node's own, and the nodes of their partitions.
+SELECT t.name, t.durability, array_agg(DISTINCT p.node_id ORDER BY p.node_id)
+FROM mqlayer.topic t JOIN mqlayer.partition p USING (topic_id)
+WHERE t.durability <> 'node' AND t.deleted_at IS NULL AND p.state <> 'deleted'
+GROUP BY t.topic_id ORDER BY t.name;
 
 -- name: topic_archived
 -- Whether a topic is archived.
@@ -295,7 +322,7 @@ WHERE topic_id = %(topic_id)s AND version IS NOT DISTINCT FROM %(version)s;
 
 -- name: route_in_force
 -- The route version in force of one topic, and since when this server is known: a line per range.
-SELECT t.topic_id, t.version, t.body_limit, t.backlog_limit, t.strategy,
+SELECT t.topic_id, t.version, t.body_limit, t.backlog_limit, t.strategy, t.durability,
        (SELECT coalesce(extract(epoch FROM max(since)), 0)::float8 FROM mqlayer.server) AS since, r.lp_from, r.lp_to, r.partition_id, p.node_id
 FROM mqlayer.topic t
 LEFT JOIN mqlayer.route r ON r.topic_id = t.topic_id AND r.version = t.version

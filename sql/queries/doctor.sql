@@ -123,8 +123,13 @@ FROM (
 ) AS functions;
 
 -- name: check_nodes
--- All nodes, the given-up ones too.
-SELECT node_id, name, url, armed_run_id, lost_at FROM mqlayer.node WHERE removed_at IS NULL ORDER BY node_id;
+-- All nodes, the given-up ones too, with their declared replicas, and topics there by durability class.
+SELECT n.node_id, n.name, n.url, n.armed_run_id, n.lost_at, n.replicas,
+       coalesce((SELECT jsonb_object_agg(d.durability, d.topic)
+                 FROM (SELECT t.durability, min(t.name) AS topic FROM mqlayer.topic t JOIN mqlayer.partition p USING (topic_id)
+                       WHERE p.node_id = n.node_id AND p.state <> 'deleted' AND t.durability <> 'node'
+                       GROUP BY t.durability) d), '{}') AS classes
+FROM mqlayer.node n WHERE n.removed_at IS NULL ORDER BY n.node_id;
 
 -- name: check_replaced
 -- Whether the server is another one than the schema knows, and how long ago the last one was noted that was: another

@@ -357,7 +357,7 @@ SELECT source_id FROM mqlayer.source WHERE outbox_uuid = %(outbox_uuid)s AND clo
 -- name: inspected_topic
 -- A topic with its limits.
 SELECT topic_id, name, strategy, version, body_limit, backlog_limit, archived, retention_days, paused_at, paused_by, created_at,
-       retain_s, retain_bytes, retain_messages, retain_unsettled, message_ttl_s, expired
+       durability, retain_s, retain_bytes, retain_messages, retain_unsettled, message_ttl_s, expired
 FROM mqlayer.topic WHERE name = %(topic)s;
 
 -- name: inspected_topic_partitions

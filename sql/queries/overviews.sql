@@ -134,7 +134,7 @@ WHERE p.partition_id = %(partition)s;
 -- A topic with its limits and schema.
 SELECT t.topic_id, t.name, t.strategy, t.version, t.body_limit, t.backlog_limit, t.archived, t.retention_days, t.schema_mode,
        (SELECT max(s.version) FROM mqlayer.topic_schema s WHERE s.topic_id = t.topic_id) AS schema_version,
-       t.paused_at, t.paused_by, t.deleting_at, t.created_at, t.message_ttl_s, t.expired
+       t.paused_at, t.paused_by, t.deleting_at, t.created_at, t.message_ttl_s, t.expired, t.durability
 FROM mqlayer.topic t WHERE t.name = %(topic)s;
 
 -- name: inspected_parked_totals

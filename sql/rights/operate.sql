@@ -50,7 +50,7 @@ GRANT EXECUTE ON FUNCTION mqlayer.members_wanted_v1 TO {role};
 GRANT SELECT ON mqlayer.migration TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.numbers_used_v1 TO {role};
 GRANT SELECT, INSERT (armed_at, armed_run_id, last_run_id, name, url, zone), UPDATE (armed_at, armed_run_id, draining_at, former_runs,
-    last_run_id, lost_at, name, removed_at, url, zone) ON mqlayer.node TO {role};
+    last_run_id, lost_at, name, removed_at, replicas, url, zone) ON mqlayer.node TO {role};
 GRANT SELECT ON mqlayer.parked_fact TO {role};
 GRANT SELECT, INSERT (attempts, cause, due_at, group_id, lp, name, paused_at, paused_by, released), UPDATE (attempts, cause, due_at,
     paused_at, paused_by, released, started, started_alone) ON mqlayer.parked_key TO {role};
@@ -102,8 +102,8 @@ GRANT SELECT, INSERT (cluster, kind, name, outbox_uuid), UPDATE (closed_at, drop
     {role};
 GRANT EXECUTE ON FUNCTION mqlayer.system_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.timeline_v1 TO {role};
-GRANT SELECT, INSERT (archived, backlog_limit, body_limit, home_zone, name, strategy), UPDATE (archived, backlog_limit, body_limit,
-    deleted_at, deleting_at, detached, expired, home_zone, message_ttl_s, name, paused_at, paused_by, retain_bytes, retain_messages, retain_s,
+GRANT SELECT, INSERT (archived, backlog_limit, body_limit, home_zone, name, strategy), UPDATE (archived, backlog_limit,
+    body_limit, deleted_at, deleting_at, detached, durability, expired, home_zone, message_ttl_s, name, paused_at, paused_by, retain_bytes, retain_messages, retain_s,
     retain_unsettled, retention_days, schema_mode, version) ON mqlayer.topic TO {role};
 GRANT SELECT ON mqlayer.topic_schema TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.topic_schema_put_v1 TO {role};

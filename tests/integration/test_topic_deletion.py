@@ -181,7 +181,7 @@ def test_a_late_relay_writes_nothing_of_a_deleted_topic(world: World, reader: Ou
     assert reader.quarantine(cursor, 8, "as long as the topic lives")
     delete_topic(world.runtime(), "orders", force=True)
     assert not reader.quarantine(cursor, 8, "too late")
-    reader.put_relayed([cursor])
+    reader.put_relayed({cursor: cursor.acked})
     facts = {"topic_id": old, "name": "orders", "body_limit": 9}
     for name in ("outbox_topic_put", "outbox_topic_limit", "outbox_counters_put"):
         assert reader.connection.execute(query(name), facts).rowcount == 0

@@ -43,10 +43,12 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "fail-over": (
         "tests/integration/failover/test_crashed_postgres.py",
+        "tests/integration/failover/test_durability.py",
         "tests/integration/failover/test_lost_commits.py",
         "tests/integration/failover/test_new_timeline.py",
         "tests/integration/failover/test_promotion.py",
         "tests/integration/failover/test_sentinel.py",
+        "tests/integration/test_durability_classes.py",
         "tests/integration/test_node_data_loss.py",
     ),
     "archive": ("tests/integration/test_archive.py", "tests/chaos/test_archive_kills.py"),

@@ -37,6 +37,7 @@ from mqlayer.redis.partition_scripts import (
     reopen_command,
     retire_command,
     skip_marks_command,
+    touch_command,
     trim_command,
 )
 from mqlayer.redis.pop_scripts import NoBatch, PopBatch, PopClasses
@@ -228,6 +229,7 @@ def steps(world: World) -> None:
         lambda: connection.script("source_end", (ended_sources_key(prefix),), SOURCE, f"{SOURCE}:closed"),
         lambda: connection.script("source_term", (terms_key(prefix),), SOURCE, "a term", "a nonce"),
         lambda: rate_command(*first.where, GROUP, RateShare(1.0, 10.0, 5.0), wanted=2),
+        lambda: touch_command(*first.where),
         lambda: fence_command(*first.where, GROUP, 9),
         lambda: group_copy_command(*first.where, (GROUP + 3, GROUP + 4), 4, start=1, seek=0),
         lambda: group_forget_command(*third.where, GROUP, 9, for_good=False, archived=False),

@@ -57,7 +57,7 @@ class FakeSender(NodeSender):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        super().__init__(NODE, world.guarded, RUNTIME, OPTIONS, lambda node_id: NODE)
+        super().__init__(NODE, "node", world.guarded, RUNTIME, OPTIONS, lambda node_id: NODE)
 
     def _new_connection(self, node: Node) -> Any:
         return ModelConnection(self._world.node)
@@ -335,7 +335,7 @@ class World(RuleBasedStateMachine):
         """The scheduler compares what the node has with what it acknowledged; what that says may come to pass later."""
         self.read = [
             (claim, self.node.partitions[claim.partition].marks.get((claim.source, claim.queue.lp), 0))
-            for claim in self.in_flight.losses.expected_marks(self.sender.queue)
+            for claim in self.in_flight.losses.expected_marks(self.sender.queue.node_id)
             if claim.partition in self.node.partitions
         ]
 
@@ -531,7 +531,7 @@ def test_of_two_marks_behind_which_messages_are_lost_the_lower_one_counts(looked
     world.go_on()
     world.publish(3, 1, NEVER, bulk_=False)
     world.push()
-    (claim,) = world.in_flight.losses.expected_marks(world.sender.queue)
+    (claim,) = world.in_flight.losses.expected_marks(world.sender.queue.node_id)
     with world.guarded as in_flight:
         in_flight.losses.check_mark(claim, looked)
         assert not in_flight.follow_ups.listeners

@@ -44,12 +44,12 @@ OPTIONS: Final[dict[str, str]] = {
     "doctor": "--all --json",
     "problems": "--ended --hours --json",
     "verify": "TOPIC --deep --json",
-    "node register": "NAME URL --zone",
+    "node register": "NAME URL --zone --replicas",
     "node list": "--json",
     "node history": "NAME --hours --points --json",
     "node rearm": "NAME --empty --accept-loss --former",
     "node acl": "ROLES --user --password-file --password-stdin --acl-file --redis --check",
-    "node set": "NAME --url --zone --empty --accept-loss --former",
+    "node set": "NAME --url --zone --replicas --empty --accept-loss --former",
     "node drain": "NAME --plan --yes --timeout --stop",
     "node balance": "--plan --yes",
     "node remove": "NAME --plan --yes",
@@ -57,12 +57,12 @@ OPTIONS: Final[dict[str, str]] = {
     "topic create":
         "NAME --partitions --strategy --body-limit --backlog-limit --archived "
         "--retain-age --retain-bytes --retain-messages --retain-unsettled --message-ttl "
-        "--expired --home-zone",
+        "--expired --home-zone --durability",
     "topic schema": "TOPIC --version --all --diff --store --json",
     "topic set":
         "NAME --archived --body-limit --backlog-limit --retention --schema-mode "
         "--retain-age --retain-bytes --retain-messages --retain-unsettled --message-ttl "
-        "--expired --home-zone",
+        "--expired --home-zone --durability",
     "topic delete": "NAME --force --plan --yes --json",
     "topic pause": "NAME --wait",
     "topic resume": "NAME",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -10,11 +11,12 @@ import pytest
 
 from mqlayer.doctor.diagnosis import diagnose_node
 from mqlayer.doctor.findings import LIMITS, CheckStatus
-from mqlayer.errors import AcknowledgedLoss, Conflict, MqlayerError, StoreUnavailable
+from mqlayer.doctor.nodes import RegisteredNode
+from mqlayer.errors import AcknowledgedLoss, Conflict, MqlayerError, PublishUnknown, StoreUnavailable
 from mqlayer.inspect.node_status import node_statuses
 from mqlayer.producing import Message, Producer
 from mqlayer.routes import rearm_lost_nodes
-from mqlayer.topics import find_node, register_node, set_node_address
+from mqlayer.topics import find_node, register_node, set_durability, set_node_address, set_node_replicas
 from tests.fixtures.clusters import Cluster, StartCluster, slot_of
 from tests.fixtures.consumers import Recorder, Stage, StartStage
 from tests.fixtures.receivers import OpenReceiver
@@ -77,7 +79,7 @@ def test_a_cluster_is_told_as_one_node(shared_cluster: Cluster, start_stage: Sta
     assert found.state == "serving"
     assert found.server is not None
     assert len(found.server.shards) == 3
-    findings = diagnose_node(found.node, None, stage.prefix, LIMITS).findings
+    findings = diagnose_node(RegisteredNode(found.node, None, {}), stage.prefix, LIMITS).findings
     assert sum(finding.check == "persistence" for finding in findings) == 3
     assert [finding.check for finding in findings if finding.verdict is CheckStatus.BROKEN] == []
     (role,) = [finding for finding in findings if finding.check == "role"]
@@ -86,6 +88,47 @@ def test_a_cluster_is_told_as_one_node(shared_cluster: Cluster, start_stage: Sta
         register_node(stage.runtime, name="again", url=shared_cluster.url)
     with pytest.raises(Conflict, match="is a cluster"):
         set_node_address(stage.runtime, "node-1", "redis://127.0.0.1:1/0")
+
+
+@pytest.mark.full
+def test_a_topic_s_class_waits_for_the_replica_of_each_shard(
+    start_cluster: StartCluster, database_dsn: str, key_prefix: str
+) -> None:
+    """Where one shard lacks its replica, only what lies on it is not confirmed."""
+    cluster = start_cluster(timeout_ms=60_000)
+    world = World(database_dsn, key_prefix, [cluster.url])
+    world.add_topic("orders", partitions=6)
+    set_node_replicas(world.runtime(), "node-1", 1)
+    set_durability(world.runtime(), "orders", "replica")
+    primaries = cluster.primaries()
+    lone = cluster.replica_of(primaries[0])
+    with world.relay():
+        world.publish(60)
+        world.wait_until_whole()
+        wait_until(lambda: recorded(world) == 60, timeout_s=20, what="all is confirmed")
+        keys = [f"k{number}" for number in range(20)]
+        with world.producer(close_within_s=0.1, options={"replicas": 1, "replica_timeout_s": 0.3}) as producer:
+            where = {key: producer.send("orders", key=key, body=b"x").partition for key in keys}
+            lone.send(signal.SIGSTOP)
+            slots = cluster.slots(primaries[0])
+            waiting = [key for key in keys if slot_of(where[key]) in slots]
+            assert 0 < len(waiting) < len(keys)
+            for key in keys:
+                if key in waiting[:2]:
+                    with pytest.raises(PublishUnknown, match="0 of 1 replicas have it"):
+                        producer.send("orders", key=key, body=b"x", timeout_s=1)
+                elif key not in waiting:
+                    assert producer.send("orders", key=key, body=b"x", timeout_s=20).replicas == 1
+        world.publish(60)
+        wait_until(lambda: recorded(world) > 60, timeout_s=20, what="what lies elsewhere is confirmed")
+        assert recorded(world) < 120
+        lone.send(signal.SIGCONT)
+        wait_until(lambda: recorded(world) == 120, timeout_s=30, what="all is confirmed again")
+
+
+def recorded(world: World) -> int:
+    """Return how many messages an outbox may forget."""
+    return int(world.rows("SELECT coalesce(sum(seq), 0)::int FROM mqlayer_app.relayed")[0][0])
 
 
 @pytest.mark.full

@@ -133,7 +133,7 @@ def test_progress_that_waits_for_the_renumbering_is_none_by_then(world: World, d
         with other.transaction():
             facts = {"outbox_uuid": outbox_uuid, "topic_ids": [], "lps": [], "seqs": [], "fallen": []}
             assert other.execute(query("outbox_recover"), facts).fetchone() == (0,)
-            put = pool.submit(reader.put_relayed, [LpCursor(topic_id * 1024 + lp, Target(1, 1, 0), seq=7)])
+            put = pool.submit(reader.put_relayed, {LpCursor(topic_id * 1024 + lp, Target(1, 1, 0)): 7})
             waiting = "SELECT count(*) FROM pg_locks WHERE relation = 'mqlayer_app.relayed'::regclass AND NOT granted"
             wait_until(lambda: world.rows(waiting) == [(1,)], what="the progress to wait")
         put.result(timeout=10)
@@ -154,7 +154,7 @@ def test_what_a_relay_writes_counts_for_the_outbox_whose_numbers_it_knows(
         reader.outbox_uuid = outbox_uuid if whose == "its own" else uuid.uuid4()
         reader.term = term_of(connection)
         before = noted(world)
-        reader.put_relayed([cursor])
+        reader.put_relayed({cursor: cursor.acked})
         after_progress = noted(world)
         cursor.acked = 3
         reader.lower_relayed([cursor])
@@ -177,7 +177,7 @@ def test_progress_counts_in_the_term_only_in_which_its_rows_were_read(world: Wor
         reader = OutboxReader(connection, RelayLimits())
         ((reader.outbox_uuid,),) = world.rows("SELECT outbox_uuid FROM mqlayer_app.identity")
         reader.term = "another"
-        reader.put_relayed([LpCursor(topic_id * 1024 + lp, Target(1, 1, 0), seq=7)])
+        reader.put_relayed({LpCursor(topic_id * 1024 + lp, Target(1, 1, 0)): 7})
     assert noted(world) == before
 
 
