@@ -25,6 +25,9 @@ from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 from tests.proof.world import World
 
+# One process of a run starts the shared cluster.
+pytestmark = pytest.mark.xdist_group("cluster")
+
 
 def test_a_relay_fills_partitions_on_all_shards(shared_cluster: Cluster, database_dsn: str, key_prefix: str) -> None:
     world = World(database_dsn, key_prefix, [shared_cluster.url])
