@@ -12,7 +12,7 @@ from mqlayer.logs import event_logger
 from mqlayer.maintenance.jobs import PERIODIC_JOBS, PeriodicJob
 from mqlayer.workers.app import TASK_TIME_LIMIT_S, app
 from mqlayer.workers.connections import presence, runtime
-from mqlayer.workers.job_claims import claimed, recorded
+from mqlayer.workers.job_claims import run_when_due
 from mqlayer.workers.schedule import task_name
 
 log = event_logger(__name__)
@@ -32,10 +32,7 @@ def _task(job: PeriodicJob) -> Any:
         try:
             # Before the claim: code that is too old must not keep the job from others.
             with presence().working(TASK_TIME_LIMIT_S):
-                epoch = claimed(here.control, job)
-                if epoch is not None:
-                    with recorded(here.control, job, epoch):
-                        job.run(here, job.every_s)
+                run_when_due(here, job)
         except VersionRefused as error:
             _end_worker(error)
             raise

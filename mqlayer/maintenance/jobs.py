@@ -35,12 +35,16 @@ ARCHIVE_PART: Final = 0.8
 
 @dataclass(frozen=True, slots=True)
 class PeriodicJob:
-    """A periodic job. `run` gets the interval too, as the limit of a run's length where it needs one."""
+    """A periodic job. `run` gets the interval too, as the limit of a run's length where it needs one.
+
+    `per_application`: it runs for each application database.
+    """
 
     name: str
     every_s: float
     run: Callable[[Runtime, float], object]
     fenced_by: str
+    per_application: bool = False
 
     @property
     def late_after_s(self) -> float:
@@ -180,10 +184,10 @@ def _note_problems(runtime: Runtime, _: float) -> None:
 
 
 PERIODIC_JOBS: Final = (
-    PeriodicJob("relay", 10, _relay, "the chain; LP sets by lease"),
+    PeriodicJob("relay", 10, _relay, "the chain; LP sets by lease", per_application=True),
     PeriodicJob("trim", 10, _trim, "each group's position, in the trimming script"),
-    PeriodicJob("rotate_outbox", 60, _rotate_outbox, "the slot's exclusive lock"),
-    PeriodicJob("clean_fence", 300, _clean_fence, "rows by age"),
+    PeriodicJob("rotate_outbox", 60, _rotate_outbox, "the slot's exclusive lock", per_application=True),
+    PeriodicJob("clean_fence", 300, _clean_fence, "rows by age", per_application=True),
     PeriodicJob("clean_marks", 300, _clean_marks, "closed sources"),
     PeriodicJob("repair_routes", 2, _repair_routes, "the change's row and seal id"),
     PeriodicJob("auto_routes", 5, _auto_routes, "the route's version; the change's row"),
@@ -195,11 +199,17 @@ PERIODIC_JOBS: Final = (
     PeriodicJob("clean_bulk", 300, _clean_bulk, "rows by age"),
     PeriodicJob("archive", 5, _archive, "the topic's lock and marks"),
     PeriodicJob("retain", 300, _retain, "days by age; snapshots keep theirs"),
-    PeriodicJob("release_delayed", 5, _release_delayed, "the message's row"),
-    PeriodicJob("clean_dedup", 60, _clean_dedup, "rows by age"),
-    PeriodicJob("clean_inbox", 300, _clean_inbox, "rows by age"),
-    PeriodicJob("clean_large_bodies", 300, _clean_large_bodies, "the body's row: cut, free since, removing"),
-    PeriodicJob("watch_versions", 10, _watch_versions, "the alarm's row"),
+    PeriodicJob("release_delayed", 5, _release_delayed, "the message's row", per_application=True),
+    PeriodicJob("clean_dedup", 60, _clean_dedup, "rows by age", per_application=True),
+    PeriodicJob("clean_inbox", 300, _clean_inbox, "rows by age", per_application=True),
+    PeriodicJob(
+        "clean_large_bodies",
+        300,
+        _clean_large_bodies,
+        "the body's row: cut, free since, removing",
+        per_application=True,
+    ),
+    PeriodicJob("watch_versions", 10, _watch_versions, "the alarm's row", per_application=True),
     PeriodicJob("retire_groups", 10, _retire_groups, "the group's lock"),
     PeriodicJob("sample", 60, _sample, "one row a minute and thing"),
     PeriodicJob("finalize_upgrade", 60, _finalize_upgrade, "the protocol's row"),

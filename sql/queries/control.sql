@@ -474,11 +474,14 @@ RETURNING epoch;
 UPDATE mqlayer.job SET ended_at = clock_timestamp(), error = %(error)s WHERE name = %(name)s AND epoch = %(epoch)s;
 
 -- name: jobs_late
--- Jobs that did not run for longer than each may go without; one that never ran counts from the first migration.
+-- Jobs that did not run for longer than each may go without; one that never ran counts from the first migration. Of several
+-- application databases, the one that waits for longest, of those whose job ran within a day.
 SELECT w.name, w.every_s, j.last_at, date_part('epoch', now() - j.last_at) - w.every_s
 FROM unnest(%(names)s::text[], %(every_s)s::double precision[], %(late_after_s)s::double precision[])
      AS w (name, every_s, late_after_s)
-LEFT JOIN mqlayer.job j USING (name)
+LEFT JOIN (SELECT split_part(name, '@', 1) AS name,
+                  coalesce(min(last_at) FILTER (WHERE last_at > now() - interval '1 day'), max(last_at)) AS last_at
+           FROM mqlayer.job GROUP BY 1) AS j USING (name)
 WHERE coalesce(j.last_at, (SELECT min(at) FROM mqlayer.migration)) < now() - make_interval(secs => w.late_after_s)
 ORDER BY w.name;
 

@@ -91,9 +91,12 @@ FROM (
 WHERE r.place = 1;
 
 -- name: health_jobs
--- Periodic jobs that ran: when the last run began and ended, how long it took, and its error.
-SELECT name, last_at, ended_at, extract(epoch FROM ended_at - last_at)::float8, error FROM mqlayer.job
-WHERE name = ANY(%(names)s::text[]) ORDER BY name;
+-- Periodic jobs that ran: when the last run began and ended, how long it took, and its error. Of several application
+-- databases, one whose run failed, of those whose job ran within a day.
+SELECT DISTINCT ON (split_part(name, '@', 1)) split_part(name, '@', 1) AS name, last_at, ended_at,
+       extract(epoch FROM ended_at - last_at)::float8, error
+FROM mqlayer.job WHERE split_part(name, '@', 1) = ANY(%(names)s::text[])
+ORDER BY split_part(name, '@', 1), last_at > now() - interval '1 day' DESC NULLS LAST, error IS NOT NULL DESC, last_at DESC;
 
 -- name: relay_list
 -- Relays with the end of their leases, the LP sets that each holds, and when each sent messages last.

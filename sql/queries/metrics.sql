@@ -17,9 +17,10 @@ SELECT count(*) FILTER (WHERE state = 'done')::int, count(*) FILTER (WHERE state
 FROM mqlayer.route_change;
 
 -- name: metrics_jobs
--- For how long each of these periodic jobs has not run.
-SELECT name, greatest(extract(epoch FROM now() - last_at), 0)::float8 FROM mqlayer.job
-WHERE last_at IS NOT NULL AND name = ANY(%(names)s::text[]) ORDER BY name;
+-- For how long each of these periodic jobs has not run; see jobs_late.
+SELECT split_part(name, '@', 1), greatest(extract(epoch FROM now() - coalesce(
+           min(last_at) FILTER (WHERE last_at > now() - interval '1 day'), max(last_at))), 0)::float8
+FROM mqlayer.job WHERE last_at IS NOT NULL AND split_part(name, '@', 1) = ANY(%(names)s::text[]) GROUP BY 1 ORDER BY 1;
 
 -- name: metrics_members_wanted
 -- How many members groups need, by the samples; 0 where nothing waits and nothing comes.

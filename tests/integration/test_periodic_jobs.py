@@ -90,7 +90,7 @@ def test_the_end_of_a_run_and_its_error_are_noted_without_the_words_of_others(wo
         assert epoch is not None
         running = {one.name: one for one in job_statuses(world.database)}["trim"]
         assert running.outcome == "running"
-        with suppress(Exception), recorded(world.database, job, epoch):
+        with suppress(Exception), recorded(world.database, job.name, epoch):
             if error is not None:
                 raise error
         ended = {one.name: one for one in job_statuses(world.database)}["trim"]
@@ -106,7 +106,7 @@ def test_the_end_of_a_run_and_its_error_are_noted_without_the_words_of_others(wo
         "ours": ("failed", "NotFound: unknown topic 'x': create it"),
         "theirs": ("failed", "ValueError, see the worker's log"),
     }
-    late = recorded(world.database, job, 1)
+    late = recorded(world.database, job.name, 1)
     with late:
         pass
     (status,) = [one for one in job_statuses(world.database) if one.name == "trim"]

@@ -15,7 +15,7 @@ from mqlayer.postgres import migrations, queries
 from mqlayer.redis import scripts
 from mqlayer.relay.lp_cursors import LpCursor
 from mqlayer.relay.sender import Sender
-from mqlayer.workers import tasks
+from mqlayer.workers import job_claims
 
 CONTROL: Final = "sql/migrations/control/0001_expand_baseline.sql"
 APPLICATION: Final = "sql/migrations/application/0001_expand_baseline.sql"
@@ -42,7 +42,7 @@ def _no_rewind() -> None:
 
 
 def _no_claims() -> None:
-    setattr(tasks, "claimed", lambda control, job: True)  # noqa: B010
+    setattr(job_claims, "claimed", lambda control, job, name: 1)  # noqa: B010
 
 
 MADE_ANEW: Final = (
