@@ -221,7 +221,7 @@ class NodeQueue:
     """A node's partitions with ready queues. After `failures` of its connection it pauses until `retry_at`.
 
     `runs`: the node's name, its former armed run and the present one, or "". Topics that wait for more than the node's
-    answer have queues and connections of their own: a wait holds up what is sent behind it.
+    answer have queues and connections of their own: a wait holds up later requests.
     """
 
     __slots__ = ("durability", "failures", "last_error", "node_id", "partition_queues", "retry_at", "runs")
@@ -235,7 +235,7 @@ class NodeQueue:
 
     @property
     def key(self) -> SenderKey:
-        """What names its sender."""
+        """Name of its sender."""
         return self.node_id, self.durability
 
     def is_unreachable(self, now: float) -> bool:
