@@ -31,6 +31,8 @@ LATE_AFTER_INTERVALS: Final = 3
 LATE_AFTER_AT_LEAST_S: Final = 30.0
 ARCHIVE_PART: Final = 0.8
 """Part of the interval in which a pass of the archive may start batches."""
+CLEANING_PART: Final = 0.5
+"""Part of the interval for which a job deletes more than a million rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,9 @@ def _rotate_outbox(runtime: Runtime, _: float) -> None:
     rotate(runtime.outbox)
 
 
-def _clean_fence(runtime: Runtime, _: float) -> None:
+def _clean_fence(runtime: Runtime, every_s: float) -> None:
     """Delete applied seqs beyond redelivery."""
-    clean_fence(runtime.outbox)
+    clean_fence(runtime.outbox, at_most_s=CLEANING_PART * every_s)
 
 
 def _clean_marks(runtime: Runtime, _: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Mapping
 from typing import Any, Final, LiteralString
 
@@ -11,14 +13,16 @@ ROWS_AT_ONCE: Final = 10_000
 ROUNDS: Final = 100
 
 
-def forget_rows(database: Database, statement: LiteralString, facts: Mapping[str, Any]) -> int:
-    """Repeat a statement that deletes up to `limit` rows; return the sum, at most a million."""
-    gone = 0
+def forget_rows(
+    database: Database, statement: LiteralString, facts: Mapping[str, Any], *, at_most_s: float = 0.0
+) -> int:
+    """Repeat a statement that deletes up to `limit` rows; return the sum: a million, and more until `at_most_s`."""
+    gone, until = 0, time.monotonic() + at_most_s
     with database.connection() as connection:
-        for _ in range(ROUNDS):
+        for tried in itertools.count(1):
             row = connection.execute(statement, {**facts, "limit": ROWS_AT_ONCE}).fetchone()
             count = int(row[0]) if row is not None else 0
             gone += count
-            if count < ROWS_AT_ONCE:
+            if count < ROWS_AT_ONCE or (tried >= ROUNDS and time.monotonic() >= until):
                 break
     return gone

@@ -116,6 +116,20 @@ def test_the_end_of_a_run_and_its_error_are_noted_without_the_words_of_others(wo
     assert status.outcome == "done", "the worker's right suffices"
 
 
+@pytest.mark.parametrize(("at_most_s", "gone"), [(0.0, 10), (60.0, 35)])
+def test_the_fence_is_cleaned_for_a_part_of_the_interval(
+    world: World, monkeypatch: pytest.MonkeyPatch, at_most_s: float, gone: int
+) -> None:
+    """With a bound of rows alone, keys that come faster would stay for good."""
+    monkeypatch.setattr("mqlayer.postgres.bounded_delete.ROWS_AT_ONCE", 10)
+    monkeypatch.setattr("mqlayer.postgres.bounded_delete.ROUNDS", 1)
+    world.rows(
+        "INSERT INTO mqlayer_app.fence_applied (group_id, lp, source_id, key, seq) "
+        "SELECT 1, 0, 1, n::text, 1 FROM generate_series(1, 35) AS n"
+    )
+    assert clean_fence(world.database, horizon_s=0, at_most_s=at_most_s) == gone
+
+
 def test_a_change_that_its_driver_left_is_finished_by_the_job(world: World) -> None:
     """Case 16: to one outcome; the repair repeated does nothing."""
     failpoints.arm("change.after_seal", "raise")

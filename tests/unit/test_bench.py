@@ -14,6 +14,7 @@ import pytest
 
 from bench import __main__ as program
 from bench import consume, keys, rebalance
+from bench.bloat import Size, Sizes
 from bench.consumer_notes import NOTE
 from bench.processes import Note, Worker
 from bench.registry import BENCHES, Bench, Line, compared
@@ -41,6 +42,21 @@ def test_each_result_is_one_json_object_with_all_fields(tiny: str, capsys: pytes
         {"name": "tiny", "value": 30.0, "unit": "msg/s", "baseline": 40.0, "ratio": 0.75, "target": 0.5},
         {"name": "tiny[alone]", "value": 1.5, "unit": "ms", "baseline": None, "ratio": None, "target": None},
     ]
+
+
+def test_a_table_that_grows_with_the_messages_is_told_from_one_that_does_not() -> None:
+    grows, stays = [megabytes(number) for number in range(1, 9)], [megabytes(4)] * 8
+    samples = [{"grows": one, "stays": other} for one, other in zip(grows, stays, strict=True)]
+    sizes = Sizes(None, "outbox", samples)  # type: ignore[arg-type]
+    assert {line.name: line.ratio for line in sizes.lines()} == {
+        "bloat[outbox, grows]": 2.0,
+        "bloat[outbox, stays]": 1.0,
+    }
+
+
+def megabytes(count: int) -> Size:
+    """Return a table of a size, with an index of a quarter of it."""
+    return Size(count * 750_000, count * 250_000, 0, 0, 0)
 
 
 def test_every_bench_that_docs_name_is_there() -> None:
