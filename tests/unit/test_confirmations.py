@@ -36,15 +36,15 @@ class Scene:
             connection: Any = Connection(node)
             self.nodes[node_id] = RelayNode(node_id, node.address, connection)
         self.unconfirmed: Unconfirmed = {}
-        self.asked: list[tuple[Any, Future[str]]] = []
+        self.asked: list[tuple[Any, Future[dict[int, str]]]] = []
         scene: Any = self
         self.confirmations = Confirmations(scene, scene, self.unconfirmed, lambda: self.known, scene)
 
     def node(self, node_id: int) -> RelayNode:
         return self.nodes[node_id]
 
-    def submit(self, _: Callable[..., str], key: Any, *__: Any) -> Future[str]:
-        answer: Future[str] = Future()
+    def submit(self, _: Callable[..., dict[int, str]], key: Any, *__: Any) -> Future[dict[int, str]]:
+        answer: Future[dict[int, str]] = Future()
         self.asked.append((key, answer))
         return answer
 
@@ -69,10 +69,10 @@ def test_what_was_acknowledged_behind_the_question_waits_for_the_next_one(scene:
     scene.acked(cursor, 5)
     assert scene.confirmations.take() == {}
     scene.acked(cursor, 9)
-    scene.asked[0][1].set_result("")
+    scene.asked[0][1].set_result({})
     assert scene.confirmations.take() == {cursor: 5}
     assert len(scene.asked) == 2
-    scene.asked[1][1].set_result("")
+    scene.asked[1][1].set_result({})
     assert scene.confirmations.take() == {cursor: 9}
     assert not scene.unconfirmed
     assert not scene.confirmations.is_asking
@@ -84,11 +84,22 @@ def test_a_wait_that_fails_confirms_nothing_and_is_repeated(scene: Scene, failur
     scene.acked(cursor, 5)
     scene.confirmations.take()
     if isinstance(failure, str):
-        scene.asked[0][1].set_result(failure)
+        scene.asked[0][1].set_result({1: failure})
     else:
         scene.asked[0][1].set_exception(failure)
     assert scene.confirmations.take() == {}
     assert len(scene.asked) == 2
+
+
+def test_a_partition_that_lacks_something_holds_no_other_one_up(scene: Scene) -> None:
+    cursor, other = LpCursor(1, target(1, 1)), LpCursor(2, target(2, 1))
+    for one in (cursor, other):
+        scene.acked(one, 5)
+    scene.confirmations.take()
+    scene.asked[0][1].set_result({1: "0 of 1 replicas have it"})
+    assert scene.confirmations.take() == {other: 5}
+    scene.asked[1][1].set_result({})
+    assert scene.confirmations.take() == {cursor: 5}
 
 
 def test_an_answer_behind_a_new_connection_or_a_rewind_counts_for_nothing(scene: Scene) -> None:
@@ -100,7 +111,7 @@ def test_an_answer_behind_a_new_connection_or_a_rewind_counts_for_nothing(scene:
     scene.nodes[1].connection = again
     other.rewound_at = 7
     for _, answer in scene.asked:
-        answer.set_result("")
+        answer.set_result({})
     assert scene.confirmations.take() == {}
     assert len(scene.asked) == 4
 
@@ -113,13 +124,13 @@ def test_a_parent_is_confirmed_before_its_successor(scene: Scene) -> None:
     scene.acked(cursor, 9)
     scene.confirmations.take()
     (_, first), (_, second) = sorted(scene.asked, key=lambda one: one[0])
-    second.set_result("")
+    second.set_result({})
     assert scene.confirmations.take() == {}
-    first.set_result("")
-    scene.asked[2][1].set_result("")
+    first.set_result({})
+    scene.asked[2][1].set_result({})
     assert max(scene.confirmations.take().values()) <= 9
     for _, answer in scene.asked[3:]:
-        answer.set_result("")
+        answer.set_result({})
     scene.confirmations.take()
     assert not scene.unconfirmed
 
@@ -134,7 +145,7 @@ def test_a_parent_on_a_node_that_is_away_holds_nothing_up(scene: Scene) -> None:
     scene.acked(cursor, 9)
     scene.confirmations.take()
     assert [key[0] for key, _ in scene.asked] == [2]
-    scene.asked[0][1].set_result("")
+    scene.asked[0][1].set_result({})
     assert scene.confirmations.take() == {cursor: 9}
 
 
