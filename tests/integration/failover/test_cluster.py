@@ -43,8 +43,11 @@ def test_groups_of_all_kinds_consume_from_all_shards(
     shared_cluster: Cluster, start_stage: StartStage, receiver_of: OpenReceiver
 ) -> None:
     stage = start_stage(shared_cluster.url, partitions=4)
-    ordered, shared = Recorder(), Recorder()
+    ordered, shared, every = Recorder(), Recorder(), Recorder()
     stage.consume(ordered)
+    app = stage.app()
+    app.consumer("orders", group="b", mode="broadcast", instance="web-1", start="earliest")(every)
+    app.start()
     share(stage, shared, group="s")
     receiver = receiver_of(stage, group="p")
     popped: list[bytes] = []
@@ -55,7 +58,7 @@ def test_groups_of_all_kinds_consume_from_all_shards(
         assert batch
         popped += [message.body for message in batch]
         receiver.ack(batch)
-    wait_until(lambda: ordered.count() == shared.count() == 80, timeout_s=20, what="all handled")
+    wait_until(lambda: ordered.count() == shared.count() == every.count() == 80, timeout_s=20, what="all handled")
     ordered.assert_in_order()
     assert sorted(popped, key=int) == [b"%d" % n for n in range(1, 81)]
     stage.wait_settled()
@@ -74,6 +77,10 @@ def test_a_failing_key_of_a_cluster_parks(shared_cluster: Cluster, start_stage: 
     stage.consume(recorder, attempt_limit=2, policy="park")
     stage.send_numbers(3, 4)
     wait_until(stage.all_settled, timeout_s=20, what="all settled or parked")
+    assert b"1" not in recorder.bodies()
+    with stage.database.connection() as connection:
+        parked = connection.execute("SELECT count(DISTINCT name) FROM mqlayer.parked_message").fetchall()
+    assert parked == [(3,)]
 
 
 def test_a_cluster_is_told_as_one_node(shared_cluster: Cluster, start_stage: StartStage) -> None:
