@@ -35,6 +35,7 @@ from mqlayer.errors import (
 from mqlayer.postgres.dsn import address_of, parse_dsn
 from mqlayer.postgres.server_identity import meet_server
 from mqlayer.postgres.session_setup import is_own, refuse_moved, refuse_pooled, set_up
+from mqlayer.postgres.tls_hints import tls_hint
 from mqlayer.randomness import RNG, FullJitter
 from mqlayer.settings import NO_DATABASE, Dsn, options_of
 
@@ -288,7 +289,7 @@ def translate(error: Exception, address: str = "postgres") -> MqlayerError:
         return SchemaMismatch(
             address, "no schema of mqlayer, or an older one", "the current one", f"run `mqlayer migrate` ({text})"
         )
-    return StoreUnavailable(address, text)
+    return StoreUnavailable(address, text + tls_hint(str(error)))
 
 
 def _version_refused(error: Exception, address: str, text: str) -> VersionRefused:

@@ -15,6 +15,9 @@ STRICT_HINT: Final = (
     "from Python 3.13 on, an authority's certificate needs keyUsage (keyCertSign) and critical basicConstraints, and "
     "one that it signed authorityKeyIdentifier: make them anew"
 )
+OWN_HINT: Final = (
+    "renew the certificate of MQLAYER_REDIS_CERT_FILE, and let the server's tls-ca-cert-file have its authority"
+)
 TLS_HINTS: Final = (
     ("key usage extension", STRICT_HINT),
     ("Key Identifier", STRICT_HINT),
@@ -24,7 +27,12 @@ TLS_HINTS: Final = (
     ("self signed", "set MQLAYER_REDIS_CA_FILE to the authority that signed its certificate"),
     ("doesn't match", "let the node's URL name a host that its certificate has"),
     ("mismatch", "let the node's URL name a host that its certificate has"),
+    ("certificate has expired", "renew the server's certificate, or correct this machine's clock"),
+    ("not yet valid", "correct this machine's clock, or the server's certificate"),
     ("certificate required", "set MQLAYER_REDIS_CERT_FILE and MQLAYER_REDIS_KEY_FILE"),
+    ("ALERT_UNKNOWN_CA", OWN_HINT),
+    ("ALERT_CERTIFICATE_EXPIRED", OWN_HINT),
+    ("ALERT_BAD_CERTIFICATE", OWN_HINT),
     ("handshake failure", CERTIFICATE_HINT),
     ("WRONG_VERSION_NUMBER", "it does not speak TLS on this port: let the node's URL be redis://"),
 )

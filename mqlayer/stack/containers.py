@@ -151,6 +151,7 @@ class ServerContainer:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _create(self) -> None:
+        from docker.errors import DockerException
         from testcontainers.core.config import testcontainers_config
         from testcontainers.core.container import DockerContainer
 
@@ -161,7 +162,15 @@ class ServerContainer:
         # docker-py accepts (address, port); testcontainers' annotation lacks that.
         ports: dict[str, Any] = container.ports
         ports[f"{self.inner_port}/tcp"] = ("127.0.0.1", port)
-        container.with_command(list(self._command())).start()
+        try:
+            container.with_command(list(self._command())).start()
+        except DockerException as error:
+            write_closed(self.log, str(error).encode())
+            raise ServerFailed(
+                self.name,
+                f"the engine has no image {self.image}, or can't start it: docker pull {self.image}",
+                self.log,
+            ) from error
         ProcessRecord(port, container=self.name).save(self.directory)
 
     def _container(self) -> Any:

@@ -54,6 +54,7 @@ RIGHTS_OF = {
     "mqlayer_client": {"publish", "consume"},
     "mqlayer_operator": {"operate"},
     "mqlayer_viewer": {"view"},
+    "mqlayer_analyst": {"analyze"},
 }
 """The roles in Postgres."""
 PASSWORD = re.compile(r"\$\{[A-Z]+_PASSWORD:-mqlayer\}")

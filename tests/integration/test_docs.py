@@ -36,6 +36,7 @@ WITHOUT_EXAMPLE: Final = {
     "run-under-systemd",
     "troubleshoot",
     "use-a-pooler",
+    "use-tls",
 }
 """How-to pages whose commands need roles, faults or servers of their reader."""
 LEAST_EXAMPLES: Final = 175

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,50 +20,11 @@ from mqlayer.relay import relay_once
 from mqlayer.stack.accounts import unprivileged_account
 from mqlayer.stack.ports import free_port
 from mqlayer.topics import create_topic, register_node
+from tests.fixtures.certificates import Authority, authority
 from tests.fixtures.servers import StartPostgres, StartRedis, redis_7_program
 from tests.proof.runtimes import runtime_of
 
 TOPIC = "orders"
-# A hundredth of the work that a new RSA key takes.
-NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
-
-
-@dataclass(frozen=True)
-class Authority:
-    """A certificate authority of this test."""
-
-    folder: Path
-
-    @property
-    def certificate(self) -> Path:
-        return self.folder / "ca.crt"
-
-    def sign(self, name: str, host: str) -> tuple[Path, Path]:
-        """Return a certificate for a host, and its key."""
-        key, request, certificate = (self.folder / f"{name}.{end}" for end in ("key", "csr", "crt"))
-        names = self.folder / f"{name}.ext"
-        names.write_text(f"subjectAltName=DNS:{host}\nauthorityKeyIdentifier=keyid\n")
-        openssl("req", *NEW_KEY, "-nodes", "-keyout", key, "-subj", f"/CN={host}", "-out", request)
-        openssl("x509", "-req", "-in", request, "-CA", self.certificate, "-CAkey", self.folder / "ca.key", "-days", "2",
-                "-CAcreateserial", "-extfile", names, "-out", certificate)  # fmt: skip
-        certificate.chmod(0o644)
-        key.chmod(0o600)
-        return certificate, key
-
-
-def openssl(*words: str | Path) -> None:
-    subprocess.run(["openssl", *map(str, words)], check=True, capture_output=True)
-
-
-def authority(folder: Path) -> Authority:
-    folder.mkdir()
-    folder.chmod(0o755)
-    made = Authority(folder)
-    openssl("req", "-x509", *NEW_KEY, "-nodes", "-keyout", folder / "ca.key", "-out", made.certificate,
-            "-days", "2", "-subj", f"/CN={folder.name}",
-            "-addext", "keyUsage=critical,keyCertSign,cRLSign")  # fmt: skip
-    made.certificate.chmod(0o644)
-    return made
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from mqlayer.stack import RedisServer, Stack, postgres_for, redis_for, server_ch
 from mqlayer.stack.containers import PostgresContainer, RedisContainer, docker_answers
 from mqlayer.stack.credentials import Login, StackCredentials
 from mqlayer.stack.errors import DirectoryRefused, ServerFailed
+from mqlayer.testing.servers import TestServers
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +84,28 @@ def test_a_server_that_ends_at_once_is_told_with_its_last_words(directory: Path)
             server.start(within_s=60.0)
     finally:
         server.erase()
+
+
+def test_an_image_that_the_engine_lacks_is_told_with_what_to_do(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RedisContainer, "image", "localhost:1/none:1")
+    server = redis_for(directory)
+    with pytest.raises(ServerFailed, match=r"has no image localhost:1/none:1.*docker pull localhost:1/none:1"):
+        server.start()
+    assert not server.running
+
+
+@pytest.mark.timeout(300)
+def test_the_test_kit_gives_databases_and_nodes_in_containers() -> None:
+    with TestServers() as servers:
+        with servers.database() as (dsn, _), psycopg.connect(dsn) as connection:
+            assert connection.execute("SELECT count(*) FROM mqlayer.topic").fetchone() == (0,)
+        assert {type(servers.node(name)) for name in servers.urls} == {RedisContainer}
+        with redis.Redis.from_url(servers.urls["node-1"]) as client:
+            assert client.ping()
+        nodes = [servers.node(name) for name in servers.urls]
+    assert [node.running for node in nodes] == [False, False]
 
 
 @pytest.fixture

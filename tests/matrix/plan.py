@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Product = Literal["redis", "valkey", "postgres", "python", "docker"]
+Product = Literal["redis", "valkey", "postgres", "python", "docker", "nginx"]
 
 PARTS: Final[dict[str, tuple[str, ...]]] = {
     "unit": ("tests/unit",),
@@ -64,6 +64,8 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "refusals": ("tests/matrix/old_servers.py",),
     "containers": ("tests/matrix/container_servers.py",),
+    "tls": ("tests/matrix/tls_everywhere.py",),
+    "compose": ("tests/matrix/composed_stack.py",),
 }
 LEFT_OUT_OF_UNIT: Final = ("tests/unit/test_models.py", "tests/unit/test_pyright.py", "tests/unit/test_report_page.py")
 """They look at no server and no Python: they search models, check types, and draw a page of Spark."""
@@ -100,15 +102,19 @@ class MatrixRow:
     redis: Series | None
     python: Series | None = None
     parts: tuple[str, ...] = ON_REDIS
+    others: tuple[Series, ...] = ()
+    """Programs that tests start besides."""
     too_old: bool = False
     """The library takes none of its servers: tests start them themselves, beside others."""
-    in_containers: bool = False
-    """Tests start the servers in containers, of an engine that runs for the row alone."""
+    long: bool = False
+    """Of a pair: chaos lasts ten minutes."""
+    images: tuple[str, ...] = ()
+    """Stand-ins of an engine that runs for the row alone, in which tests start containers."""
 
     @property
     def series(self) -> tuple[Series, ...]:
         """The series that have to be there."""
-        return tuple(series for series in (self.redis, self.postgres, self.python) if series is not None)
+        return tuple(series for series in (self.redis, self.postgres, self.python, *self.others) if series)
 
     def arguments(self, parts: tuple[str, ...] = ()) -> list[str]:
         """Return pytest's arguments: the files of these parts, or of all."""
@@ -129,6 +135,8 @@ POSTGRES_18: Final = Series("postgres", "18", "sid", "postgresql-18")
 PYTHON_11: Final = Series("python", "3.11", "bookworm", "python3.11")
 PYTHON_13: Final = Series("python", "3.13", "trixie", "python3.13")
 PYTHON_14: Final = Series("python", "3.14", "sid", "python3.14")
+COMPOSE: Final = Series("docker", "2.26", "trixie", "docker-compose")
+NGINX: Final = Series("nginx", "1.26", "trixie", "nginx")
 DOCKER: Final = Series("docker", "20.10", "bookworm", "docker.io")
 
 ROWS: Final = (
@@ -144,6 +152,20 @@ ROWS: Final = (
     MatrixRow("python-3.13", POSTGRES_15, REDIS_7, PYTHON_13, parts=ON_PYTHON),
     MatrixRow("python-3.14", POSTGRES_15, REDIS_7, PYTHON_14, parts=ON_PYTHON),
     MatrixRow("too-old", POSTGRES_13, REDIS_6, parts=("refusals",), too_old=True),
-    MatrixRow("containers", POSTGRES_18, REDIS_8, parts=("containers",), in_containers=True),
+    MatrixRow("containers", POSTGRES_18, REDIS_8, parts=("containers",), images=("redis", "postgres")),
+    MatrixRow("compose", POSTGRES_18, REDIS_8, parts=("compose",), images=("valkey", "postgres", "python")),
+    MatrixRow("tls", POSTGRES_18, REDIS_8, PYTHON_13, parts=("tls",), others=(NGINX,)),
     MatrixRow("newest", POSTGRES_18, VALKEY_9, PYTHON_14, parts=(*ON_REDIS, "schema")),
 )
+
+PAIRS: Final = (
+    *(
+        MatrixRow(f"{redis}+{postgres}", postgres, redis)
+        for redis in (REDIS_7, REDIS_8, VALKEY_8, VALKEY_9)
+        for postgres in (POSTGRES_15, POSTGRES_18)
+    ),
+    MatrixRow(f"{REDIS_7}+{POSTGRES_17}", POSTGRES_17, REDIS_7),
+    MatrixRow(f"{VALKEY_9}+{POSTGRES_17}", POSTGRES_17, VALKEY_9),
+    MatrixRow("newest", POSTGRES_18, VALKEY_9, long=True),
+)
+"""Servers of the chaos run: every Redis with the oldest and the newest Postgres, and ten minutes on the newest."""

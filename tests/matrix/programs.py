@@ -23,7 +23,15 @@ PROGRAMS: Final = {
     "valkey": ("usr/bin/valkey-*",),
     "postgres": ("usr/lib/postgresql/*/bin/*",),
     "python": ("usr/bin/python3.*",),
-    "docker": ("usr/sbin/docker*", "usr/bin/docker*", "usr/bin/containerd*", "usr/bin/runc", "usr/sbin/runc"),
+    "nginx": ("usr/sbin/nginx",),
+    "docker": (
+        "usr/libexec/docker/cli-plugins/*",
+        "usr/sbin/docker*",
+        "usr/bin/docker*",
+        "usr/bin/containerd*",
+        "usr/bin/runc",
+        "usr/sbin/runc",
+    ),
 }
 """Where the programs of each product are, by patterns; the first of a name counts."""
 KEYRING: Final = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
@@ -130,7 +138,7 @@ class DebianSuite:
         # Nothing counts as installed: apt then downloads the C library too.
         (self._place / "status").touch()
         with _locked(self._place / "lock"):
-            source = f"deb [signed-by={KEYRING}] {_mirror()} {self._name} main\n"
+            source = f"deb [signed-by={KEYRING}] {mirror()} {self._name} main\n"
             (self._place / "sources.list").write_text(source)
             self._apt(packages, "update")
             self._apt(packages, "install", "--no-install-recommends", "--download-only", "--yes", *names)
@@ -153,7 +161,7 @@ class DebianSuite:
             raise ProgramMissing(f"{self._name}: {' '.join(answer.stderr.split())[-300:]}")
 
 
-def _mirror() -> str:
+def mirror() -> str:
     """Return where this machine takes Debian's packages from."""
     asked = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", "Label: Debian"]
     if not _run(asked).stdout:

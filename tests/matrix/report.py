@@ -20,6 +20,8 @@ class RowResult:
     skipped: int = 0
     seconds: float = 0.0
     trouble: str = ""
+    notes: tuple[str, ...] = ()
+    """What tests recorded: properties of the JUnit file."""
 
     @property
     def good(self) -> bool:
@@ -38,7 +40,8 @@ class RowResult:
         )
         skipped = sum(case.find("skipped") is not None for case in cases)
         trouble = f"pytest ended with {code}" if code and not failed else ""
-        return cls(name, versions, len(cases) - skipped, failed, skipped, seconds, trouble)
+        notes = tuple(f"{noted.get('name')}: {noted.get('value')}" for case in cases for noted in case.iter("property"))
+        return cls(name, versions, len(cases) - skipped, failed, skipped, seconds, trouble, notes)
 
 
 def table(results: Iterable[RowResult]) -> str:

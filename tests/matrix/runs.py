@@ -39,17 +39,19 @@ def run_row(row: MatrixRow, cache: Path, *, parts: tuple[str, ...], processes: s
     with ExitStack() as cleanup:
         scratch = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="mqlayer-matrix-"))
         environment = row_environment(row, cache, python, Path(scratch))
-        versions, trouble = _chosen(row, python, environment)
+        versions, trouble = chosen_versions(row, python, environment)
         if trouble:
             return RowResult(row.name, versions, trouble=trouble)
-        if row.in_containers:
+        if row.images:
             try:
-                environment["DOCKER_HOST"] = cleanup.enter_context(engine_with_images(cache, Path(scratch)))
+                host, programs = cleanup.enter_context(engine_with_images(cache, Path(scratch), row.images))
             except (ProgramMissing, OSError, subprocess.SubprocessError) as error:
                 return RowResult(row.name, versions, trouble=str(error))
+            environment |= {"DOCKER_HOST": host, "PATH": os.pathsep.join([programs, environment["PATH"]])}
         report = Path(scratch) / "junit.xml"
         command = [str(python / "python"), "-m", "pytest", *row.arguments(parts), "-q", "--tb=short"]
-        command += ["-p", "no:cacheprovider"]
+        # Of the families of JUnit's files, this one has the properties that tests record.
+        command += ["-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
         command += ["-n", processes, "--dist", "loadgroup", f"--junitxml={report}"]
         begun = time.monotonic()
         code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
@@ -61,7 +63,7 @@ def row_environment(row: MatrixRow, cache: Path, python: Path, scratch: Path) ->
     """Return the variables of a row's run: PATH chooses its servers."""
     # Where CI is set, a test that lacks something fails: here the table counts it.
     kept = {name: value for name, value in os.environ.items() if name != "CI" and not name.startswith("MQLAYER_")}
-    wanted = [str(UnpackedSeries(series, cache).path) for series in (row.redis, row.postgres) if series is not None]
+    wanted = [str(UnpackedSeries(series, cache).path) for series in (row.redis, row.postgres, *row.others) if series]
     own = [str(python)]
     others = [place for place in os.get_exec_path() if place not in {*own, str(Path(sys.executable).parent)}]
     rest = others if row.redis else [_without_redis(Path(place), scratch) for place in others]
@@ -81,7 +83,7 @@ def _without_redis(place: Path, scratch: Path) -> str:
     return str(links)
 
 
-def _chosen(row: MatrixRow, python: Path, environment: Mapping[str, str]) -> tuple[str, str]:
+def chosen_versions(row: MatrixRow, python: Path, environment: Mapping[str, str]) -> tuple[str, str]:
     """Return the versions that tests would start, and what is wrong with them."""
     command = [str(python / "python"), "-c", CHOSEN]
     answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -91,7 +93,7 @@ def _chosen(row: MatrixRow, python: Path, environment: Mapping[str, str]) -> tup
     shown = ", ".join(version.replace("-", " ").capitalize() for version in versions)
     if row.too_old:
         return ", ".join(f"{series.product.capitalize()} {series.number}" for series in row.series), ""
-    missing = [str(series) for series in _expected(row) if not _among(series, versions)]
+    missing = [str(series) for series in _expected(row) if series not in row.others and not _among(series, versions)]
     return shown, f"has {', '.join(versions)}, and not {', '.join(missing)}" if missing else ""
 
 

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Stands in for the entry script of the image postgres: a first start makes the cluster, by POSTGRES_PASSWORD or
-# POSTGRES_HOST_AUTH_METHOD, with POSTGRES_INITDB_ARGS.
+# POSTGRES_HOST_AUTH_METHOD, with POSTGRES_INITDB_ARGS, and the database POSTGRES_DB.
 set -e
 PGDATA="${PGDATA:-/var/lib/postgresql/data}"
 if [ "$(id -u)" = 0 ]; then
@@ -21,5 +21,9 @@ if [ ! -e "$PGDATA/PG_VERSION" ]; then
         initdb -D "$PGDATA" --username postgres --auth "$method" $POSTGRES_INITDB_ARGS
     fi
     echo "host all all all $method" >>"$PGDATA/pg_hba.conf"
+    echo "listen_addresses = '*'" >>"$PGDATA/postgresql.conf"
+    if [ -n "${POSTGRES_DB:-}" ]; then
+        echo "CREATE DATABASE \"$POSTGRES_DB\"" | postgres --single -D "$PGDATA" postgres
+    fi
 fi
 exec "$@" -D "$PGDATA"
