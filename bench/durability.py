@@ -38,9 +38,9 @@ def durability(stage: Stage) -> Iterator[Line]:
         system = stage.system(fsync=fsync)
         follow(stage, system, fsync)
         topics = classes(system)
-        yield from _lines("durability_publish", fsync, system, topics, _batches)
-        yield from _lines("durability_publish_one", fsync, system, topics, _singles)
-        yield from _lines("durability_relay", fsync, system, topics, _relayed)
+        yield from _lines("durability[publish]", fsync, system, topics, _batches)
+        yield from _lines("durability[publish_one]", fsync, system, topics, _singles)
+        yield from _lines("durability[relay]", fsync, system, topics, _relayed)
 
 
 def follow(stage: Stage, system: System, fsync: Fsync) -> None:

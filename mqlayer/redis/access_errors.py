@@ -66,4 +66,6 @@ def not_reached(address: str, error: Exception, *, anonymous: bool = False) -> S
     if anonymous and any(text in reason for text in CUT):
         # Not AccessDenied: a server that just stopped looks the same.
         return StoreUnavailable(address, f"{reason}: {CERTIFICATE_HINT}")
+    if address.startswith(("rediss:", "sentinels:")) and any(text in reason for text in CUT):
+        return StoreUnavailable(address, f"{reason}: if it refuses this process's certificate, {OWN_HINT}")
     return StoreUnavailable(address, reason)

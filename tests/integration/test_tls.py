@@ -145,6 +145,7 @@ def test_each_way_in_which_a_server_ends_a_connection_without_a_certificate_says
     error = redis.ConnectionError(reason)
     assert "MQLAYER_REDIS_CERT_FILE" in str(not_reached("rediss://localhost:1/0", error, anonymous=True))
     if "certificate required" not in reason:
+        assert "renew the certificate" in str(not_reached("rediss://localhost:1/0", error))
         assert "MQLAYER_REDIS_CERT_FILE" not in str(not_reached("redis://localhost:1/0", error))
 
 

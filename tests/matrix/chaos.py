@@ -80,7 +80,7 @@ def chaos_table(results: Iterable[PairResult]) -> str:
     """Return the table, as Markdown."""
     lines = [
         "| servers | sent | delivered | repeated | route changes | faults | p50 / p99 / longest recovery | verdict |",
-        "|---|---|---|---|---|---|---|---|",
+        "|-|-|-|-|-|-|-|-|",
     ]
     for result in results:
         report = result.report
