@@ -1,5 +1,4 @@
-"""Claims of periodic jobs: one row per job, so that several schedulers do no harm. A job that works on the application
-database has a row for each such database, by its address.
+"""Claims of periodic jobs, so that several schedulers do no harm: a row per job, or per job and application database.
 
 A claim guards nothing: a worker stopped after its claim may run beside the next. `PERIODIC_JOBS` names each
 job's fence.

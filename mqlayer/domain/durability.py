@@ -28,10 +28,8 @@ def check_durability(name: str) -> Durability:
 
 
 def replicas_wanted(durability: Durability, declared: int) -> int:
-    """Return how many replicas must have a message, on a node with `declared` ones.
-
-    A quorum is most of primary and replicas, by the declared number: the number that is connected shrinks in a failure.
-    """
+    """Return how many of `declared` replicas must have a message."""
     if durability == "replica":
         return 1
+    # By the declared number: the connected one shrinks in a failure.
     return max(1, (declared + 1) // 2) if durability == "quorum" else 0

@@ -1,7 +1,6 @@
 """Connections to a Redis Cluster, used as one node: docs/design/redis-cluster.md.
 
-Every command goes to the shard of its hash tag; nothing is sent twice. A redirect is an error reply, as any other
-refusal, and has the slots read again before the next write.
+Nothing is sent twice. A redirect is a refusal, and has the slots read again before the next write.
 """
 
 from __future__ import annotations
@@ -66,11 +65,7 @@ class _StreamRead(NamedTuple):
 
 
 class ClusterConnection(NodeConnection):
-    """Connections to all shards of a cluster, used as one.
-
-    It serves one armed run, which is all shards' runs; see NodeConnection. A read that waits on several partitions
-    looks at them in turns.
-    """
+    """A connection per shard, used as one. A read that waits on several partitions looks at them in turns."""
 
     is_cluster: ClassVar[bool] = True
 

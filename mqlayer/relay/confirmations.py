@@ -1,8 +1,4 @@
-"""Progress of topics with a durability class, held back until their nodes confirm it (docs/design/durability.md).
-
-One touch and wait per node and class at a time, on a connection of its own, covers all appends answered before it: no
-append waits.
-"""
+"""Progress of topics with a durability class, held back until their nodes confirm it (docs/design/durability.md)."""
 
 from __future__ import annotations
 
