@@ -8,7 +8,16 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from mqlayer.redis.acl import OF_GROUP, OF_NODE, OF_PARTITION, CommandAccess, needs_of, needs_of_script, setuser_command
+from mqlayer.redis.acl import (
+    COMMANDS_SINCE,
+    OF_GROUP,
+    OF_NODE,
+    OF_PARTITION,
+    CommandAccess,
+    needs_of,
+    needs_of_script,
+    setuser_command,
+)
 from mqlayer.redis.acl_check import RequiredAccess, access_of
 from mqlayer.redis.command_specs import COMMANDS, KEYLESS, example
 from mqlayer.redis.roles import GRANTED, SCRIPTS, RedisRole
@@ -223,6 +232,10 @@ def test_commands_are_known_as_servers_describe_them(every_redis: RedisServer, c
         return
     with redis.Redis.from_url(every_redis.url, protocol=2) as client:
         found = client.execute_command("COMMAND INFO", command)
+        told: dict[str, str] = client.info("server")
+    if tuple(map(int, told["redis_version"].split("."))) < COMMANDS_SINCE.get(command, (0,)):
+        assert found in ([None], {command: None}, {})
+        return
     described = next(iter(found.values())) if isinstance(found, dict) else found[0]
     arity, flags = (described["arity"], described["flags"]) if isinstance(described, dict) else described[1:3]
     assert abs(arity) == COMMANDS[command].min_words
