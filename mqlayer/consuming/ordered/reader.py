@@ -1,6 +1,7 @@
 """Read records of one node within bounds, and take pull locks.
 
-A blocking XREAD waits on all readable partitions. Lock checks follow it: records count only under an owned lock.
+A blocking XREAD waits on all readable partitions. Lock checks follow it (`lock_checks.py`): records count only under a
+lock that was still owned behind them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.node_service import NodeService
 from mqlayer.consuming.engine.rate_limiter import RatePoller
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
+from mqlayer.consuming.ordered.lock_checks import LockChecks
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.ownership import Ownership
 from mqlayer.consuming.ordered.partition_opener import PartitionOpener
@@ -63,6 +65,7 @@ class Reader(NodeService):
         self._more = False
         # Whether the last read found anything.
         self._found = False
+        self._lock_checks = LockChecks()
         self._poller = RatePoller(self._rate_limiter)
         self._class_poller = ClassRatePoller(connection, dispatcher.classes)
         # Rotates the partitions where the rate allows less than one message each.
@@ -179,20 +182,28 @@ class Reader(NodeService):
         keys = [log_of(owned) for owned in readable]
         after = [b"%d-0" % (owned.next_read - 1) for owned in readable]
         read = ("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", *keys, *after)
-        streams, *replies = self._connection.call([read, *map(self._check, readable), *rates])
-        locks, given = replies[: len(readable)], replies[len(readable) :]
-        self._add_rates(given)
-        raise_for_reply(streams, self._connection.node.address)
-        by_key: dict[bytes, Any] = dict(streams) if streams else {}
+        checked = self._lock_checks.beside(readable)
+        streams, *replies = self._connection.call([read, *map(self._check, checked), *rates])
+        self._add_rates(replies[len(checked) :])
+        by_key = self._streams(streams)
+        locks = dict(zip(checked, replies, strict=False))
+        late = [owned for owned, key in zip(readable, keys, strict=True) if key in by_key and owned not in locks]
+        if late:
+            locks |= zip(late, self._connection.call([*map(self._check, late)]), strict=True)
         self._found = bool(by_key)
         failpoint("read.after_reply")
         if self._settings.tag_filter is not None:
             # A filter was set meanwhile: the next pass applies it.
             return
-        for owned, key, lock in zip(readable, keys, locks, strict=True):
+        for owned, key in zip(readable, keys, strict=True):
             entries = by_key.get(key)
-            if self._ours(owned, lock) and entries:
+            if owned in locks and self._ours(owned, locks[owned]) and entries:
+                self._lock_checks.found(owned)
                 self._intake.put(owned, entries[: self._rate_limiter.available_to_read(len(entries))])
+
+    def _streams(self, reply: Any) -> dict[bytes, Any]:
+        raise_for_reply(reply, self._connection.node.address)
+        return dict(reply) if reply else {}
 
     def _select(
         self,
@@ -205,29 +216,42 @@ class Reader(NodeService):
         """Read with a tag filter; wait only if the last scan reached the end."""
         keys, after = [log_of(owned) for owned in readable], [owned.next_read - 1 for owned in readable]
         ids = [b"%d-0" % offset for offset in after]
-        waits: list[Command] = [("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *keys, *ids)]
-        selects = [self._select_command(owned, count, wanted) for owned in readable]
-        reads = [*selects, *map(self._check, readable)]
+        wait = ("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *keys, *ids)
+        chosen = readable if self._more else self._lock_checks.beside(readable)
+        waits = [] if self._more else [wait]
+        reads = self._filtered_reads(chosen, count, wanted)
         # A scan repeated behind its check might read what another owner is given.
-        every = self._connection.call_once([*([] if self._more else waits), *reads, *rates])
-        given, replies = every[len(every) - len(rates) :], every[: len(every) - len(rates)][-len(reads) :]
+        replies = self._connection.call_once([*waits, *reads, *rates])
+        self._add_rates(replies[len(waits) + len(reads) :])
+        by_key = self._streams(replies[0]) if waits else {}
+        replies = replies[len(waits) : len(waits) + len(reads)]
+        late = [owned for owned, key in zip(readable, keys, strict=True) if key in by_key and owned not in chosen]
+        if late:
+            answers = self._connection.call_once(self._filtered_reads(late, count, wanted))
+            chosen, replies = [*chosen, *late], [*replies, *answers]
         if self._scripts_missing(replies):
             return
-        self._add_rates(given)
         failpoint("select.after_reply")
         self._more = False
         if self._settings.tag_filter != wanted:
             # The filter changed meanwhile: the next pass applies the new one.
             return
-        for owned, reply, lock in zip(readable, replies, replies[len(readable) :], strict=False):
+        for owned, reply, lock in zip(chosen, replies[::2], replies[1::2], strict=True):
             selected = select_reply(reply, self._connection.node.address)
             if self._ours(owned, lock):
                 if selected.entries and not self._rate_limiter.available_to_read(1):
                     # Other readers used up the rate: read again.
                     self._more = True
                     continue
+                if selected.entries or log_of(owned) in by_key:
+                    self._lock_checks.found(owned)
                 self._intake.put_selected(owned, selected, wanted)
                 self._more = self._more or selected.more
+
+    def _filtered_reads(self, partitions: list[OwnedPartition], count: int, wanted: TagFilter) -> list[Command]:
+        """Return a scan and a check of each partition."""
+        pairs = [(self._select_command(owned, count, wanted), self._check(owned)) for owned in partitions]
+        return [command for pair in pairs for command in pair]
 
     def _select_command(self, owned: OwnedPartition, count: int, wanted: TagFilter) -> Command:
         size = self._ownership.shares(owned)[1] - owned.room.bytes

@@ -150,7 +150,9 @@ RACES: Final[dict[str, RacePlant]] = {
         "a node that fell back is armed under the epochs of before, as if tokens came from Redis alone",
         rounds.late_ack,
         Plant("", {
-            "sql/queries/control.sql": (("p.state <> 'deleted'\nRETURNING a.group_id", "false\nRETURNING a.group_id"),)
+            "sql/queries/control.sql": (
+                ("p.state <> 'deleted'\n  AND (%(partitions)s", "false\n  AND (%(partitions)s"),
+            )
         }),
     ),
     "any_seal": RacePlant(

@@ -158,7 +158,7 @@ class Run:
         with psycopg.connect(self._site.direct_dsn, autocommit=True) as connection:
             connection.execute(SINK)
         self._database = cleanup.enter_context(Database(self._site.direct_dsn))
-        self._scene = Scene(self._database, self._nodes, self._settings, self._histories, partitions=self.partitions)
+        self._scene = self._make_scene()
         self._history = cleanup.enter_context(History(self._histories, "nemesis"))
         # This process arms nodes and buries partitions too, at the end.
         cleanup.callback(observe_retiring(self._history, TOPIC))
@@ -183,6 +183,9 @@ class Run:
 
     def _migrate(self) -> None:
         migrate(self._site.direct_dsn)
+
+    def _make_scene(self) -> Scene:
+        return Scene(self._database, self._nodes, self._settings, self._histories, partitions=self.partitions)
 
     def _make_play(self, environment: dict[str, str]) -> Play:
         return Play(self._settings, self._histories, **environment)

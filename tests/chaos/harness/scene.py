@@ -64,11 +64,14 @@ class Scene:
     ) -> None:
         self.database, self.nodes, self.settings, self.directory = database, nodes, settings, directory
         self.prefix, self.emptied = settings.key_prefix, False
-        for number, node in enumerate(nodes):
-            register_node(runtime_of(database), name=f"n{number}", url=node.url)
-        create_topic(
-            runtime_of(database, self.prefix, application=database), TOPIC, partitions=partitions, archived=True
-        )
+        self.make(partitions)
+
+    def make(self, partitions: int) -> None:
+        """Register the nodes and create the topic."""
+        for number, node in enumerate(self.nodes):
+            register_node(runtime_of(self.database), name=f"n{number}", url=node.url)
+        runtime = runtime_of(self.database, self.prefix, application=self.database)
+        create_topic(runtime, TOPIC, partitions=partitions, archived=True)
 
     def rows(self, statement: str) -> list[tuple[Any, ...]]:
         """Return what Postgres answers."""

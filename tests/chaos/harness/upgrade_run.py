@@ -18,9 +18,11 @@ from mqlayer.errors import MqlayerError
 from mqlayer.maintenance.upgrades import UpgradeStatus, finalize, run_contracts, upgrade_status
 from mqlayer.postgres.migrations import SCHEMAS, migrate
 from mqlayer.settings import Settings
+from tests.chaos.actors import TOPIC
 from tests.chaos.harness.nemesis import DEPLOYED_WITHIN_S, Nemesis
 from tests.chaos.harness.play import Play
 from tests.chaos.harness.run import Length, Run
+from tests.chaos.harness.scene import Scene
 from tests.fixtures.forked_programs import Process
 from tests.fixtures.previous_release import PreviousRelease
 from tests.proof.checker import Verdict
@@ -58,6 +60,13 @@ class MixedPlay(Play):
         return self._release.start(*words, env=environment, log=log)
 
 
+class MadeScene(Scene):
+    """A scene whose nodes and topic are there."""
+
+    def make(self, partitions: int) -> None:
+        """Do nothing."""
+
+
 class UpgradeNemesis(Nemesis):
     """Kills no worker: one in a job would hold the finalization up for ten minutes."""
 
@@ -81,9 +90,19 @@ class UpgradeRun(Run):
     _play: MixedPlay
 
     def _migrate(self) -> None:
-        with (self._histories / "migrate.log").open("ab") as log:
-            environment = os.environ | {"MQLAYER_DSN": self._site.direct_dsn}
-            assert self.former.start("mqlayer", "migrate", env=environment, log=log).wait(60) == 0
+        self._formerly("migrate")
+
+    def _make_scene(self) -> Scene:
+        for number, node in enumerate(self._nodes):
+            self._formerly("node", "register", f"n{number}", node.url)
+        self._formerly("topic", "create", TOPIC, "--partitions", str(self.partitions), "--archived")
+        return MadeScene(self._database, self._nodes, self._settings, self._histories)
+
+    def _formerly(self, *words: str) -> None:
+        """Run a command of the previous release: this one's need its schema."""
+        environment = os.environ | {"MQLAYER_DSN": self._site.direct_dsn, "MQLAYER_KEY_PREFIX": "chaos"}
+        with (self._histories / "former.log").open("ab") as log:
+            assert self.former.start("mqlayer", *words, env=environment, log=log).wait(60) == 0, words
 
     def _make_play(self, environment: dict[str, str]) -> Play:
         return MixedPlay(
