@@ -172,6 +172,10 @@ try clean long  leases-fall-move    "-DN=1 -DTHEFTS=1 -DMOVES=1 -DFALLS=1"
 try clean long  leases-fall-abort   "-DN=1 -DTHEFTS=1 -DFALLS=1 -DABORTS=1"
 try clean long  leases-fall-death   "-DN=1 -DTHEFTS=1 -DFALLS=1 -DDEATHS=1"
 
+try clean quick reads-apart         "-DTHEFTS=1 -DREAD_APART"
+try clean long  reads-apart-move    "-DTHEFTS=1 -DMOVES=1 -DREAD_APART"
+try clean long  reads-apart-fall    "-DN=1 -DTHEFTS=1 -DFALLS=1 -DREAD_APART"
+
 try clean quick words               "-DTHEFTS=0 -DDEATHS=1 -DWORDS"
 try clean long  words-twice         "-DTHEFTS=0 -DDEATHS=2 -DWORDS"
 try clean long  words-hand-over     "-DTHEFTS=0 -DMOVES=1 -DDEATHS=1 -DWORDS"
@@ -194,6 +198,7 @@ try breaks quick word-no-session    "-DTHEFTS=0 -DDEATHS=1 -DWORDS -DWORD_NO_SES
 
 # Covered, or only needed with something else.
 try spare long  no-fence-raise      "-DTHEFTS=2 -DNO_FENCE_RAISE"
+try spare long  no-lock-check       "-DN=1 -DTHEFTS=1 -DFALLS=1 -DREAD_APART -DNO_LOCK_CHECK"
 try spare long  lower-epoch-calm    "-DTHEFTS=2 -DLOWER_ACCEPTED"
 
 # -- parking: the whole protocol.
