@@ -73,10 +73,7 @@ class SlotMap(NamedTuple):
 def read_slots(
     url: str, known: Iterable[Host] = (), *, timeout_s: float, node: str = "", access: NodeAccess | None = None
 ) -> SlotMap:
-    """Ask the cluster's seeds, then the `known` servers, for its shards.
-
-    A server that was cut off from the others, or that has just restarted, is passed over. Raises StoreUnavailable.
-    """
+    """Ask seeds, then `known` servers; those that are cut off are passed over. Raises StoreUnavailable."""
     reason: Exception = StoreUnavailable(display_url(url), "its address names no server")
     for host in dict.fromkeys([*parse_address(url).seeds, *known]):
         seed = ConnectionFactory(

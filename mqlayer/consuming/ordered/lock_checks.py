@@ -12,10 +12,7 @@ BUSY_S: Final = 1.0
 
 
 class LockChecks:
-    """Chooses partitions that had records within BUSY_S, and one of the others in turn.
-
-    Each of the others is checked by itself once it has records, so an idle partition costs nothing.
-    """
+    """Chooses partitions that had records within BUSY_S, and one of the others in turn."""
 
     def __init__(self) -> None:
         self._busy_until: dict[OwnedPartition, float] = {}

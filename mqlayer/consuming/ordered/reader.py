@@ -1,7 +1,6 @@
 """Read records of one node within bounds, and take pull locks.
 
-A blocking XREAD waits on all readable partitions. Lock checks follow it (`lock_checks.py`): records count only under a
-lock that was still owned behind them.
+A blocking XREAD waits on all readable partitions. Records count only under a lock that was still owned behind it.
 """
 
 from __future__ import annotations
