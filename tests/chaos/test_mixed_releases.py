@@ -29,7 +29,7 @@ from tests.chaos.harness.upgrade_run import UpgradeRun
 from tests.fixtures.commands import Commands
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.kept_connections import ask_postgres
-from tests.fixtures.kill_scenes import KEYS, ROOT, KillScene, commit_numbered, judge, kill_scene_on
+from tests.fixtures.kill_scenes import KEYS, PARTITIONS, ROOT, KillScene, commit_numbered, judge, kill_scene_on
 from tests.fixtures.previous_release import FORMER_PROTOCOL, PreviousRelease
 from tests.fixtures.wait import wait_until
 from tests.proof.history import History
@@ -166,10 +166,18 @@ def mixed(
     empty_database_dsn: str, redis_url: str, key_prefix: str, tmp_path: Path, previous_release: PreviousRelease
 ) -> Iterator[MixedScene]:
     """A topic whose database the previous release's `mqlayer migrate` made."""
-    environment = os.environ | {"MQLAYER_DSN": empty_database_dsn}
-    with (tmp_path / "old-migrate.log").open("ab") as log:
-        assert previous_release.start("mqlayer", "migrate", env=environment, log=log).wait(60) == 0
-    with kill_scene_on(redis_url, dsn=empty_database_dsn, prefix=key_prefix, directory=tmp_path) as scene:
+    environment = os.environ | {"MQLAYER_DSN": empty_database_dsn, "MQLAYER_KEY_PREFIX": key_prefix}
+
+    def old(*words: str) -> None:
+        with (tmp_path / "old-migrate.log").open("ab") as log:
+            assert previous_release.start("mqlayer", *words, env=environment, log=log).wait(60) == 0
+
+    def make() -> None:
+        old("node", "register", "n1", redis_url)
+        old("topic", "create", TOPIC, "--partitions", str(len(PARTITIONS)))
+
+    old("migrate")
+    with kill_scene_on(redis_url, dsn=empty_database_dsn, prefix=key_prefix, directory=tmp_path, make=make) as scene:
         yield MixedScene(scene, previous_release)
 
 
@@ -200,7 +208,8 @@ def test_members_of_two_releases_share_a_group_until_the_older_ones_are_drained(
     with mixed.load():
         mixed.await_more()
         assert [step.name for step in migrate(mixed.scene.settings.control_dsn())] == [
-            "expand_producer_topics", "expand_pop_key_classes", "expand_relay_place",
+            "expand_producer_topics", "expand_pop_key_classes", "expand_durability",
+            "expand_relay_place", "expand_outbox_replica_identity",
         ]  # fmt: skip
         new = mixed.member("new-1")
         new_relay = mixed.start("new-relay", "relay")
