@@ -271,3 +271,28 @@ def test_an_address_that_leads_to_a_standby_is_refused_and_named(trio: Trio) -> 
         if one.check in ("reachable", "durability") and "standby" in one.seen
     )
     assert finding.verdict == "broken"
+
+
+@pytest.mark.full
+def test_a_standby_that_holds_vacuum_up_is_named(trio: Trio) -> None:
+    """A long query on a standby with hot_standby_feedback keeps dead rows on the primary."""
+    settings = Settings(dsn=SecretStr(trio.primary.dsn(DATABASE)))
+
+    def named() -> list[str]:
+        found = diagnose(settings, limits=CheckLimits(slot_transactions=3))
+        return [one.seen for one in found if one.check == "slots" and one.verdict == "broken"]
+
+    assert named() == []
+    standby = trio.asynchronous.dsn("postgres")
+    with psycopg.connect(standby, autocommit=True) as operator:
+        operator.execute("ALTER SYSTEM SET hot_standby_feedback = on")
+        operator.execute("ALTER SYSTEM SET wal_receiver_status_interval = '1s'")
+        operator.execute("SELECT pg_reload_conf()")
+        with psycopg.connect(standby) as reader, psycopg.connect(trio.primary.dsn(DATABASE), autocommit=True) as writer:
+            reader.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            reader.execute("SELECT FROM pg_class")
+            for _ in range(5):
+                writer.execute("SELECT pg_current_xact_id()")
+            (seen,) = wait_until(named, what="the doctor to name the standby")
+            assert "standby with hot_standby_feedback 'asynchronous' holds dead rows of all tables" in seen
+        wait_until(lambda: named() == [], what="vacuum to go on")
