@@ -68,8 +68,10 @@ def open_breaker(database: Database, session: dict[str, object], *, cause: str, 
     facts = session | {"cause": cause[:256], "actor": session["member_id"], "waited": waited} | _WAITS
     with database.connection() as connection:
         row = connection.execute(query("breaker_open"), facts).fetchone()
+    if row is None:
+        return None
     failpoint("breaker.after_open")
-    return None if row is None else int(row[0])
+    return int(row[0])
 
 
 def take_probe(database: Database, session: dict[str, object]) -> bool:
