@@ -49,5 +49,5 @@ def publish(system: System) -> float:
 
 
 def consume(system: System) -> float:
-    """Consume a part of what was published."""
+    """Consume some of the published messages."""
     return consumed(system, MESSAGES)
