@@ -29,7 +29,6 @@ CALLERS: Final = ("eval", "evalsha")
 CONNECTING: Final = frozenset({"acl|dryrun", "acl|whoami", "info", "ping", "script|load", "select"})
 """Any connection may send these first."""
 CONNECTING_TO_CLUSTER: Final = frozenset({"cluster|info", "cluster|slots"})
-"""Any connection to a cluster asks its servers these too."""
 PLAIN_KEYS: Final[Mapping[str, str]] = {
     "hdel": "marks", "xtrim": "outcomes", "xsetid": "log", "xreadgroup": "log", "xpending": "log",
 }  # fmt: skip
@@ -89,7 +88,7 @@ def _kind(variable: str) -> str:
 
 @cache
 def needs_of(role: RedisRole, version: tuple[int, int, int] = HEADERS_SINCE, *, cluster: bool = False) -> AccessSet:
-    """Return a role's needs. `cluster`: on its servers, where each partition has its own keys `ended` and `terms`."""
+    """Return a role's needs."""
     plain = {
         CommandAccess(name, "" if name in KEYLESS else PLAIN_KEYS.get(name, ANY))
         for name in PLAIN_COMMANDS[role]
@@ -104,6 +103,7 @@ def needs_of(role: RedisRole, version: tuple[int, int, int] = HEADERS_SINCE, *, 
 
 
 def _on_cluster(needs: AccessSet) -> AccessSet:
+    # Its connections ask for the slots; the keys of a single node are each partition's.
     of_each = (need._replace(key=f"{{*}}:{need.key}") if need.key in OF_NODE else need for need in needs)
     return frozenset(of_each) | {CommandAccess(name, "") for name in CONNECTING_TO_CLUSTER}
 
@@ -172,13 +172,12 @@ def acl_file_line(
 
 
 def setuser_command(acl_line: str) -> str:
-    """Return the redis-cli command of an ACL file's line; it resets the user."""
-    _, name, *rules = rule_words(acl_line)
+    """Return redis-cli's command for a line; it resets the user."""
+    _, name, *rules = _rules(acl_line)
     return " ".join(("ACL", "SETUSER", name, "reset", *(f'"{rule}"' if " " in rule else rule for rule in rules)))
 
 
-def rule_words(acl_line: str) -> list[str]:
-    """Return the words of a line; a selector is one."""
+def _rules(acl_line: str) -> list[str]:
     return re.findall(r"\([^)]*\)|\S+", acl_line)
 
 

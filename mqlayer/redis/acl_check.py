@@ -20,7 +20,7 @@ DEFAULT_USER_ADVICE: Final = (
 
 
 class RequiredAccess(NamedTuple):
-    """A connection's role and key prefix; `cluster`: to servers of one."""
+    """A connection's role and key prefix."""
 
     role: RedisRole
     prefix: str
