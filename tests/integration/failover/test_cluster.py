@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 import pytest
 
@@ -17,8 +16,9 @@ from mqlayer.inspect.node_status import node_statuses
 from mqlayer.producing import Message, Producer
 from mqlayer.routes import rearm_lost_nodes
 from mqlayer.topics import find_node, register_node, set_durability, set_node_address, set_node_replicas
+from tests.fixtures.cluster_load import await_more, publishing
 from tests.fixtures.clusters import Cluster, StartCluster, slot_of
-from tests.fixtures.consumers import Recorder, Stage, StartStage
+from tests.fixtures.consumers import Recorder, StartStage
 from tests.fixtures.receivers import OpenReceiver
 from tests.fixtures.shared_members import share
 from tests.fixtures.wait import wait_until
@@ -284,32 +284,3 @@ def test_a_shard_that_was_emptied_is_repaired(start_cluster: StartCluster, datab
         cluster.ask(cluster.owner(world.partitions()[0][1]), "FLUSHALL")
         world.publish(60, tag="after")
         world.wait_until_whole(timeout_s=40)
-
-
-def await_more(recorder: Recorder, count: int) -> None:
-    """Wait until so many more messages were handled."""
-    wanted = recorder.count() + count
-    wait_until(lambda: recorder.count() > wanted, timeout_s=20, what="some more handled")
-
-
-@contextmanager
-def publishing(stage: Stage, *, first: int = 1) -> Iterator[list[bytes]]:
-    """Publish to six keys until the block ends; lend what was sent."""
-    sent: list[bytes] = []
-    stop = threading.Event()
-
-    def publish() -> None:
-        with closing(Producer(stage.settings(), name="load")) as producer:
-            number = first
-            while not stop.wait(0.002):
-                producer.send("orders", key=f"key-{number % 6}", body=b"%d" % number, timeout_s=30)
-                sent.append(b"%d" % number)
-                number += 1
-
-    thread = threading.Thread(target=publish)
-    thread.start()
-    try:
-        yield sent
-    finally:
-        stop.set()
-        thread.join()
