@@ -303,8 +303,7 @@ def of_broker() -> dict[str, int]:
 def sessions(world: World, *names: str) -> int:
     """Return how many sessions of these names Postgres has."""
     asked = (
-        "SELECT count(*)::int FROM pg_stat_activity WHERE application_name = ANY(%s) "
-        "AND datname = current_database()"
+        "SELECT count(*)::int FROM pg_stat_activity WHERE application_name = ANY(%s) AND datname = current_database()"
     )
     [(count,)] = ask_postgres(world.dsn, asked, (list(names),))
     return int(count)
