@@ -78,7 +78,7 @@ NO_WAIT: Final = DurabilityWait()
 def refuse_unheld(
     connection: NodeConnection, node: Node, prefix: str, partition: int, *, topic: str, durability: Durability
 ) -> None:
-    """Wait once for a class of all that a partition holds. Raises StoreUnavailable."""
+    """Wait once for a partition's class. Raises StoreUnavailable."""
     wait = DurabilityWait.of(durability, node)
     if not wait.replies:
         return

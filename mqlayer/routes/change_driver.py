@@ -224,10 +224,8 @@ class ChangeDriver:
         raise _not_sealed(change, part, answer, connection.node.address)
 
     def _refuse_unheld(self, change: LockedChange, part: ChangePartition) -> None:
-        """Raise StoreUnavailable unless a parent's records are as durable as the topic's class wants.
-
-        A repetition is confirmed at the successor, which waits for its own node only.
-        """
+        """Wait for a live parent's durability class."""
+        # A repetition is confirmed at the successor, which waits for its own node only.
         if change.mode == "live":
             refuse_unheld(
                 self.node_connection(part.node),
