@@ -50,7 +50,7 @@ def release_parked(
 
 
 def release_keys(connection: Connection, group_id: int, keys: Sequence[tuple[int, bytes]]) -> int:
-    """Retry locked parked keys now, but for paused ones, in the caller's transaction; return how many."""
+    """Retry locked parked keys now, but for paused ones; return how many."""
     named = {"group_id": group_id, "lps": [lp for lp, _ in keys], "names": [name for _, name in keys]}
     count = len(connection.execute(query("parked_release"), named).fetchall())
     if count:

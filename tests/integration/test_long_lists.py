@@ -11,6 +11,7 @@ from pydantic import SecretStr
 from bench.long_lists import FILL, fill_group, questions
 from bench.rebalance import new_group
 from bench.stage import System
+from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import InvalidInput
 from mqlayer.groups import Group
 from mqlayer.parking.store import ParkingStore, Span
@@ -152,7 +153,7 @@ def test_a_member_reads_a_parked_key_once_however_many_partitions_it_owns(system
     group = new_group(system)
     park(system, group, MANY)
     bounds = range(0, 1_024, 32)
-    spans = [Span(number, lp, lp + 32, MANY - 9) for number, lp in enumerate(bounds, start=1)]
+    spans = [Span(PartitionId(number), lp, lp + 32, MANY - 9) for number, lp in enumerate(bounds, start=1)]
     facts = {"group_id": group.group_id} | columns(("partitions", "lps_from", "lps_to", "committed"), spans)
     for analyzed in (False, True):
         with system.database.connection() as connection, connection.transaction():
@@ -182,7 +183,7 @@ def test_a_batch_of_a_bulk_action_reads_its_own_keys_and_no_others(system: Syste
             read[rows] = read_by_batch(system, group, planned.bulk_id)
         for name, few in read[FEW].items():
             assert 0 < read[MANY][name] <= few + BATCH, (name, analyzed, read)
-    assert release_all(system.runtime, group.topic, group.name) == MANY
+        assert release_all(system.runtime, group.topic, group.name) == MANY
 
 
 def park(system: System, group: Group, rows: int) -> None:
