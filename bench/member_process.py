@@ -26,6 +26,7 @@ from mqlayer.consuming.engine.heartbeat import Heartbeat
 from mqlayer.consuming.engine.options import MemberOptions
 from mqlayer.consuming.engine.partitions import MemberPartitions
 from mqlayer.groups import Assignment, Group, GroupSettings, HeartbeatReply, MemberSession, ensure_group, release
+from mqlayer.groups.wakeups import wakes
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.notifications import GROUP, NotificationListener
 from mqlayer.runtime.route_cache import RouteCache
@@ -83,7 +84,7 @@ class TimedHeartbeat(Heartbeat):
     """A heartbeat that notes how long each took, in s."""
 
     took: list[float]
-    group_id = 0
+    group_id, member_id = 0, ""
 
     def _heartbeat(self, session: MemberSession) -> None:
         began = time.perf_counter()
@@ -156,12 +157,12 @@ class Crew:
         core = MemberCore.of(runtime, self._routes, group, MemberOptions(member_id=f"m{number}"))
         owned = Owned(core)
         heartbeat = TimedHeartbeat(core, owned, lambda: None, lambda _: None)
-        heartbeat.took, heartbeat.group_id = self._took, group.group_id
+        heartbeat.took, heartbeat.group_id, heartbeat.member_id = self._took, group.group_id, core.member_id
         return heartbeat, owned
 
     def _wake(self, payload: str) -> None:
         for heartbeat, _ in self.members[: self._joined]:
-            if payload in ("", str(heartbeat.group_id)):
+            if wakes(payload, heartbeat.group_id, heartbeat.member_id):
                 heartbeat.wake.set()
 
 
@@ -194,11 +195,11 @@ def traffic() -> tuple[int, int]:
 
 def tcp_connections() -> Iterator[tuple[int, int]]:
     """Yield the bytes that each has sent and received."""
-    for name in os.listdir("/proc/self/fd"):
+    for place in Path("/proc/self/fd").iterdir():
         try:
-            if not str(Path(f"/proc/self/fd/{name}").readlink()).startswith("socket:"):
+            if not str(place.readlink()).startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as one:
+            with socket.socket(fileno=os.dup(int(place.name))) as one:
                 if one.family in (socket.AF_INET, socket.AF_INET6):
                     facts = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
                     yield (*struct.unpack_from("Q", facts, BYTES_SENT), *struct.unpack_from("Q", facts, BYTES_RECEIVED))

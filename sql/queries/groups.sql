@@ -429,6 +429,13 @@ WITH raised AS (
 )
 SELECT pg_notify('mqlayer_group', group_id::text) FROM raised;
 
+-- name: allocation_raise_for
+-- Note that assignments of a group changed, and let only the members know that these payloads name: who loses or gains.
+WITH raised AS (
+    UPDATE mqlayer.consumer_group SET allocation = allocation + 1 WHERE group_id = %(group_id)s RETURNING group_id
+)
+SELECT pg_notify('mqlayer_group', told.payload) FROM raised CROSS JOIN unnest(%(payloads)s::text[]) AS told (payload);
+
 -- name: pop_partitions
 -- The partitions of a group with ordered pop, or a shared one, under which epoch they are given out, and whether they are
 -- now to a deployment.

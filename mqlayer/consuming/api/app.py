@@ -58,6 +58,7 @@ from mqlayer.groups.broadcast_instances import ensure_instance, host_instance
 from mqlayer.groups.group import Balance, Group, GroupSettings, RetrySettings, check_settings, ensure_group, settings_of
 from mqlayer.groups.members import Joining
 from mqlayer.groups.start_positions import Start
+from mqlayer.groups.wakeups import wakes
 from mqlayer.health import Health, health_endpoint
 from mqlayer.large_bodies import BodyReader
 from mqlayer.logs import event_logger
@@ -379,9 +380,9 @@ class App:
         """Whether any member consumes."""
         return any(member.running for member in self.members)
 
-    def _wake_members(self, group_id: str) -> None:
+    def _wake_members(self, payload: str) -> None:
         for member in self.members:
-            if group_id in ("", str(member.group.group_id)):
+            if wakes(payload, member.group.group_id, member.member_id):
                 member.wake()
 
     def _wait(self, signals: queue.SimpleQueue[int]) -> bool:
