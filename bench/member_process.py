@@ -99,9 +99,10 @@ class Crew:
         self._statements, self._took = Counted(), list[float]()
         settings = Settings()
         # As many as an application with so many consumers has.
-        self._database = Database(settings.control_dsn(), application="mqlayer consumer", max_size=2 + 12 * count)
+        self._database = Database(settings.control_dsn(), application="mqlayer consumer", max_size=12 * count)
+        beats = Database(settings.control_dsn(), application="mqlayer consumer", max_size=2)
         self._routes = RouteCache(self._database)
-        runtime = Runtime(self._database, settings)
+        runtime = Runtime(self._database, settings, beats=beats)
         self._groups = [
             ensure_group(runtime, self._routes, topic="bench", name=f"g{number}", settings=GroupSettings())
             for number in range(groups)
@@ -120,7 +121,7 @@ class Crew:
         return {"seconds": time.perf_counter() - began}
 
     def count(self) -> dict[str, Any]:
-        """Say what was counted since the last call."""
+        """Return the counts since the last call."""
         took, self._took[:] = list(self._took), []
         sent, received = traffic()
         usage = resource.getrusage(resource.RUSAGE_SELF)

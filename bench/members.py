@@ -1,4 +1,4 @@
-"""What the membership of many members costs Postgres, and how soon partitions go on after members vanish."""
+"""The cost of many members to Postgres, and how soon partitions go on after members vanish."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNSETTLED: Final = """
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What processes counted over some time, and what Postgres used meanwhile."""
+    """Counts of processes over some time, and Postgres's use of CPU meanwhile."""
 
     seconds: float
     took: Sequence[float]
@@ -78,7 +78,7 @@ class Crews:
         return answer_of(self._processes[0])
 
     def counted(self, seconds: float) -> Counts:
-        """Return what they count in some seconds."""
+        """Return their counts of some seconds."""
         before = self.all("count")
         began, cpu = time.monotonic(), postgres_cpu_s(self._system.dsn)
         time.sleep(seconds)

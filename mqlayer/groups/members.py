@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from mqlayer.domain.deployments import MAIN
@@ -23,10 +23,13 @@ from mqlayer.groups.rebalance import change_group, rebalance
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.protocol import InForce, code_facts
 from mqlayer.postgres.queries import query
+from mqlayer.randomness import RNG
 
 OF_BREAKER: Final = 7
 OF_GROUP: Final = 10 + OF_BREAKER + RULES_COUNT
 """Columns of `member_assignments` about the group."""
+LOOKS: Final = 3
+"""Looks at a group per round of heartbeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,28 @@ class HeartbeatReply:
     breaker: BreakerReply = CLOSED
     class_rate: RateLimit | None = None
     served: ServedProtocols = field(default=ServedProtocols(0, 0, 0), compare=False)
+
+
+@dataclass(slots=True)
+class HeardGroup:
+    """A session's last reply, so that the next heartbeat reads less. `members`: living ones."""
+
+    state: str = ""
+    reply: HeartbeatReply = HeartbeatReply(known=True, replaced=False)
+    members: int = 0
+    wants_all: bool = True
+
+    def looks(self, chance: float) -> bool:
+        """Say whether to look at the whole group, by a random number below 1."""
+        return chance * self.members < LOOKS
+
+    def is_current(self, state: str) -> bool:
+        """Say whether the reply still holds."""
+        return not self.wants_all and state == self.state
+
+    def note(self, state: str, reply: HeartbeatReply, members: int) -> None:
+        """Note a reply."""
+        self.state, self.reply, self.members, self.wants_all = state, reply, members, False
 
 
 class MemberReplaced(Conflict):
@@ -176,32 +201,44 @@ def send_heartbeat(
     lease_s: float,
     own: Collection[int] = (),
     in_force: InForce | None = None,
+    heard: HeardGroup | None = None,
 ) -> HeartbeatReply:
     """Extend the lease, rebalance if needed, return the member's partitions.
 
     `own`: this process's other sessions, from unanswered joins. `in_force`: the version that it acts on, until the
-    reply names another.
+    reply names another. `heard`: by this session before.
     """
-    in_force = in_force or InForce()
+    in_force, heard = in_force or InForce(), heard or HeardGroup()
     facts = _facts(session) | {"lease_s": lease_s, "acts_on": in_force.version}
-    with database.connection() as connection:
-        row = connection.execute(query("member_beat"), facts).fetchone()
-        known, unbalanced, *versions = row or (0, False, 0, 0, 0)
-        served = ServedProtocols(*versions)
-        in_force.note(served.in_force)
-        if not known:
-            newest = connection.execute(query("member_session"), facts).fetchone()
-            ours = {session.session, *own}
-            # Lower than all of this process's: the database lost our join.
-            return HeartbeatReply(
-                known=False,
-                replaced=newest is not None and newest[0] not in ours and newest[0] > min(ours),
-                served=served,
-            )
+    row = database.first_row(query("member_beat"), facts)
+    known, *versions, allocation, now_ms, state = row or (0, 0, 0, 0, 0, 0, "")
+    served = ServedProtocols(*versions)
+    in_force.note(served.in_force)
+    if not known:
+        newest = database.first_row(query("member_session"), facts)
+        ours = {session.session, *own}
+        # Lower than all of this process's: the database lost our join.
+        replaced = newest is not None and newest[0] not in ours and newest[0] > min(ours)
+        return HeartbeatReply(known=False, replaced=replaced, served=served)
+    unbalanced = heard.looks(RNG.random()) and database.first_row(query("group_unbalanced"), facts) == (True,)
     if unbalanced:
         _rebalance_if_free(database, session.group_id, lock_wait_s=lease_s / 8)
-    with database.connection() as connection:
-        rows = connection.execute(query("member_assignments"), facts).fetchall()
+    if unbalanced or not heard.is_current(state):
+        with database.connection() as connection:
+            rows = connection.execute(query("member_assignments"), facts).fetchall()
+            (members,) = connection.execute(query("members_counted"), facts).fetchone() or (0,)
+        # What changed between the two statements is read with the next heartbeat: its state is another one.
+        heard.note(state, _reply(rows), members)
+        allocation = max(allocation, heard.reply.allocation)
+    return replace(
+        heard.reply,
+        allocation=allocation,
+        now_ms=max(now_ms, heard.reply.now_ms),
+        served=served,
+    )
+
+
+def _reply(rows: Sequence[Any]) -> HeartbeatReply:
     assigned = tuple(Assignment(*row[:-OF_GROUP]) for row in rows if row[0] is not None)
     facts_of_group: Sequence[Any] = (
         rows[0][-OF_GROUP:] if rows else (False, 0, "settle", 0, None, None, 0, *[None] * OF_BREAKER, NO_FILTER, 0, 0)
@@ -209,24 +246,20 @@ def send_heartbeat(
     archived, ttl_s, expired, now_ms, per_s, burst, share_count, *more = facts_of_group
     tag_filter, parking_version, allocation, *columns = more[OF_BREAKER:]
     rules = RetryRules.of(columns) if columns else None
-    rate = RateLimit.of(per_s, burst, share_count or 0)
-    breaker = _breaker(more[:OF_BREAKER])
-    class_rate = None if rules is None else RateLimit.of(rules.class_rate, None, share_count or 0)
     return HeartbeatReply(
-        True,
-        False,
-        allocation,
-        rules,
-        parking_version,
-        tag_filter,
-        archived,
-        TimeToLive(ttl_s, expired),
-        now_ms,
-        rate,
-        assigned,
-        breaker,
-        class_rate,
-        served,
+        known=True,
+        replaced=False,
+        allocation=allocation,
+        rules=rules,
+        parking_version=parking_version,
+        tag_filter=tag_filter,
+        archived=archived,
+        time_to_live=TimeToLive(ttl_s, expired),
+        now_ms=now_ms,
+        rate=RateLimit.of(per_s, burst, share_count or 0),
+        assignments=assigned,
+        breaker=_breaker(more[:OF_BREAKER]),
+        class_rate=None if rules is None else RateLimit.of(rules.class_rate, None, share_count or 0),
     )
 
 

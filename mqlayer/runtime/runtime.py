@@ -32,6 +32,8 @@ class Runtime:
     actor: str = "api"
     in_force: InForce = field(default_factory=InForce)
     """The control schema's protocol version that this process acts on."""
+    beats: Database | None = None
+    """Heartbeats' own connections; None: `control`."""
     connection_class: ClassVar[type[NodeConnection]] = NodeConnection
     cluster_connection_class: ClassVar[type[ClusterConnection]] = ClusterConnection
 
@@ -46,6 +48,11 @@ class Runtime:
         if self.application is None:
             raise InvalidInput("no application database given: pass `application` to Runtime")
         return self.application
+
+    @property
+    def heartbeats(self) -> Database:
+        """Heartbeats' control database."""
+        return self.beats or self.control
 
     def connection(
         self, node: Node, role: RedisRole | None = None, *, any_run: bool = False, within_s: float | None = None

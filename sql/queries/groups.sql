@@ -205,15 +205,37 @@ WHERE own.group_id = %(group_id)s AND own.member_id = %(member_id)s
 SELECT nextval('mqlayer.member_session');
 
 -- name: member_beat
--- Extend a member's lease by the database's clock, unless it ran out; and say whether the group needs a look: a lease ran
--- out, a partition has no owner, or partitions came or went. And which protocol versions the schema serves.
+-- Extend a member's lease by the database's clock, unless it ran out; say which protocol versions the schema serves, and
+-- what state all that the member may know of is in: where that is as it was, nothing else has to be read. A breaker that
+-- is not closed changes with time. Rows by their transaction, where no version counts their changes.
 WITH beat AS (
     UPDATE mqlayer.member SET lease_until = now() + make_interval(secs => %(lease_s)s), acts_on = %(acts_on)s
     WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s AND lease_until >= now()
     RETURNING member_id
 )
-SELECT (SELECT count(*) FROM beat) AS known,
-       EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = %(group_id)s AND m.member_id <> %(member_id)s
+SELECT (SELECT count(*) FROM beat) AS known, p.serves_from, p.in_force, p.serves_to, coalesce(g.allocation, 0) AS allocation,
+       (extract(epoch FROM clock_timestamp()) * 1000)::bigint AS now_ms,
+       ROW(g.version, g.seek, g.replay, g.parking, g.settings_version, g.paused_at, t.xmin,
+           EXISTS (SELECT FROM mqlayer.redrive d WHERE d.group_id = g.group_id AND d.state = 'running' AND d.newer = 'wait'
+                   AND d.name IS NULL),
+           CASE WHEN g.breaker_share IS NOT NULL THEN EXISTS (
+               SELECT FROM mqlayer.member sm
+               WHERE sm.group_id = g.group_id AND sm.failing_keys > 0 AND sm.member_id <> %(member_id)s
+                 AND sm.reported_at > now() - make_interval(secs => g.breaker_window_s)) END,
+           CASE WHEN b.group_id IS NOT NULL THEN clock_timestamp() END,
+           own.partitions, own.changes, own.pauses)::text AS state
+FROM mqlayer.protocol p
+LEFT JOIN mqlayer.consumer_group g ON g.group_id = %(group_id)s
+LEFT JOIN mqlayer.topic t USING (topic_id)
+LEFT JOIN mqlayer.breaker b ON b.group_id = g.group_id
+CROSS JOIN (
+    SELECT count(*) AS partitions, sum(a.xmin::text::bigint) AS changes, sum(pp.xmin::text::bigint) AS pauses
+    FROM mqlayer.assignment a LEFT JOIN mqlayer.partition_pause pp USING (group_id, partition_id)
+    WHERE a.group_id = %(group_id)s AND a.member_id = %(member_id)s) AS own;
+
+-- name: group_unbalanced
+-- Whether a group needs a rebalance: a lease ran out, a partition has no owner, or partitions came or went.
+SELECT EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = %(group_id)s AND m.member_id <> %(member_id)s
                AND m.lease_until < now() AND m.lease_until > '-infinity')
        OR EXISTS (SELECT FROM mqlayer.readable r
                   LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
@@ -221,9 +243,12 @@ SELECT (SELECT count(*) FROM beat) AS known,
                   WHERE r.group_id = %(group_id)s AND a.member_id IS NULL AND EXISTS (
                       SELECT FROM mqlayer.member s
                       WHERE s.group_id = r.group_id AND s.lease_until >= now() AND NOT s.leaving
-                        AND coalesce(s.deployment = r.deployment, true))) AS unbalanced,
-       p.serves_from, p.in_force, p.serves_to
-FROM mqlayer.protocol p;
+                        AND coalesce(s.deployment = r.deployment, true))) AS unbalanced;
+
+-- name: members_counted
+-- How many members of a group live, by a thousand at most.
+SELECT count(*) FROM (
+    SELECT FROM mqlayer.member m WHERE m.group_id = %(group_id)s AND m.lease_until > '-infinity' LIMIT 1000) AS living;
 
 -- name: member_session
 -- The newest session of a member id. Asked for by itself: the heartbeat's statement may have begun before that one joined.
@@ -231,8 +256,8 @@ SELECT session FROM mqlayer.member WHERE group_id = %(group_id)s AND member_id =
 
 -- name: groups_unbalanced
 -- Live groups that need a rebalance and may have nobody to ask for it: a lease ran out, or what the group may consume
--- has an owner that is gone, or has none although a member could take it. The condition of member_beat, for all groups
--- at once; a group without members is left alone, or every scan would take its lock for nothing. Where all leases ran
+-- has an owner that is gone, or has none although a member could take it. The condition of group_unbalanced, for all
+-- groups at once; a group without members is left alone, or every scan would take its lock for nothing. Where all leases ran
 -- out it may be the database that was away: for a while the members may come back, and nobody else would take over.
 SELECT g.group_id FROM mqlayer.consumer_group g
 WHERE g.state = 'live'
@@ -268,13 +293,13 @@ SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_
            SELECT count(*) FROM mqlayer.readable r WHERE r.group_id = %(group_id)s) END::int AS share_count,
        b.state, extract(epoch FROM clock_timestamp() - b.changed_at)::float8,
        extract(epoch FROM b.probe_at - clock_timestamp())::float8, b.state = 'probing' AND b.probe_session = %(session)s,
-       b.state = 'probing' AND NOT EXISTS (
+       CASE WHEN b.state = 'probing' THEN NOT EXISTS (
            SELECT FROM mqlayer.member pm
-           WHERE pm.group_id = g.group_id AND pm.session = b.probe_session AND pm.lease_until >= now()),
-       b.cause, g.breaker_share IS NOT NULL AND EXISTS (
+           WHERE pm.group_id = g.group_id AND pm.session = b.probe_session AND pm.lease_until >= now()) ELSE false END,
+       b.cause, CASE WHEN g.breaker_share IS NOT NULL THEN EXISTS (
            SELECT FROM mqlayer.member sm
            WHERE sm.group_id = g.group_id AND sm.failing_keys > 0 AND sm.member_id <> %(member_id)s
-             AND sm.reported_at > now() - make_interval(secs => g.breaker_window_s)),
+             AND sm.reported_at > now() - make_interval(secs => g.breaker_window_s)) ELSE false END,
        g.tag_filter, g.parking, g.allocation, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy,
        g.non_retryable_errors, g.retryable_errors, g.time_limit_s, g.max_time_limit_s, g.parked_keys_limit, g.parked_messages_limit,
        g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit, g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors,
@@ -339,10 +364,12 @@ WHERE p.partition_id = a.partition_id AND m.group_id = a.group_id AND m.member_i
 -- Who owns what of all that a group may consume, and who shall; what is published there by the second; the deployment
 -- whose members may have it; and its zone.
 SELECT r.partition_id, a.member_id, a.epoch, a.target, coalesce(p.per_s, 0) AS per_s, r.deployment,
-       (SELECT n.zone FROM mqlayer.partition o JOIN mqlayer.node n USING (node_id) WHERE o.partition_id = r.partition_id) AS zone
+       n.zone
 FROM mqlayer.readable r
 LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
 LEFT JOIN mqlayer.partition_rate p ON p.partition_id = r.partition_id
+LEFT JOIN mqlayer.partition o ON o.partition_id = r.partition_id
+LEFT JOIN mqlayer.node n ON n.node_id = o.node_id
 WHERE r.group_id = %(group_id)s ORDER BY r.partition_id;
 
 -- name: rates_wanted

@@ -281,20 +281,22 @@ class App:
             raise Conflict("the application is running", "stop it first")
         _warn_of_others(self)
         settings = self.settings
-        # A heartbeat must never wait for a connection behind threads that arm nodes.
-        size = 2 + CONNECTIONS_OF_A_MEMBER * len(self.consumers)
+        size = CONNECTIONS_OF_A_MEMBER * len(self.consumers)
         control, effects = settings.control_dsn(), settings.application_dsn()
         wait_s = settings.connect_timeout_s
         database = Database(control, application="mqlayer consumer", max_size=size, timeout_s=wait_s)
+        # A heartbeat must never wait for a connection behind threads that arm nodes, nor all behind one that waits.
+        beats = Database(control, application="mqlayer consumer", max_size=2, timeout_s=wait_s)
         application = Database(effects, application="mqlayer consumer", max_size=4, timeout_s=min(2.0, wait_s))
         routes = RouteCache(database)
-        self._open = [routes, database, application]
+        self._open = [routes, database, beats, application]
         try:
             with database.connection() as connection:
                 for consumer in self.consumers:
                     require(connection, "control", Right.CONSUME, f"{consumer.topic}/{consumer.group}")
                 served = check_schema(connection, "control", database.address)
-            runtime = Runtime(database, settings, application if _has_fence(application) else None)
+            effects_at = application if _has_fence(application) else None
+            runtime = Runtime(database, settings, effects_at, beats=beats)
             runtime.in_force.note(served.in_force)
             _store_schemas(database, self.consumers)
             for consumer in self.consumers:

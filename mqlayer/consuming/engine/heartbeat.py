@@ -16,6 +16,8 @@ from mqlayer.consuming.engine.events import MemberEvents
 from mqlayer.consuming.engine.partitions import MemberPartitions
 from mqlayer.errors import GroupRetired, InstanceTaken, MqlayerError, StoreUnavailable, VersionRefused
 from mqlayer.groups.members import (
+    HeardGroup,
+    HeartbeatReply,
     MemberReplaced,
     MemberSession,
     join,
@@ -67,9 +69,10 @@ class Heartbeat(Service):
         self._core, self._partitions, self._refresh_nodes = core, partitions, refresh_nodes
         self._replaced, self._rejoin, self._events, self._refused = replaced, rejoin, events, refused
         self._in_force = core.runtime.in_force
-        self._database, self._group, self.lease = core.runtime.control, core.group, core.lease
+        self._database, self._group, self.lease = core.runtime.heartbeats, core.group, core.lease
         self._lease_s, self._margin = settings.lease_s, settings.lease_margin
         self._session: MemberSession | None = None
+        self._heard, self._heard_all_at = HeardGroup(), 0.0
         # This process's session numbers: the last one, and those whose join was not answered.
         self._own: list[int] = []
         self._leaving = self._left_to_lease = False
@@ -101,6 +104,12 @@ class Heartbeat(Service):
         if self.lease.holds():
             return ()
         return (f"the lease ran out: {self.last_error or 'no heartbeat came through'}",)
+
+    def _await_work(self) -> None:
+        if self.wake.wait(self._wait_s()):
+            # For a reason, which no number may show.
+            self._heard.wants_all = True
+        self.wake.clear()
 
     def _wait_s(self) -> float:
         return (UNREPORTED_S if self._partitions.unreported else self._every_s) * RNG.uniform(0.8, 1.0)
@@ -169,13 +178,14 @@ class Heartbeat(Service):
             zone=self._core.runtime.settings.zone,
         )
         self._in_force.note(self._session.acts_on)
+        self._heard = HeardGroup()
         self._own = [number]
         self._extend(began)
         self._heartbeat(self._session)
 
     def _heartbeat(self, session: MemberSession) -> None:
         began = clock()
-        answer = send_heartbeat(self._database, session, lease_s=self._lease_s, own=self._own, in_force=self._in_force)
+        answer = self._ask(session, began)
         if answer.known:
             self._extend(began)
             self._partitions.follow(session, answer)
@@ -204,6 +214,13 @@ class Heartbeat(Service):
             except VersionRefused as error:
                 self._refused(error)
                 self._end_session(str(error))
+
+    def _ask(self, session: MemberSession, began: float) -> HeartbeatReply:
+        if began - self._heard_all_at >= self._lease_s:
+            self._heard.wants_all, self._heard_all_at = True, began
+        return send_heartbeat(
+            self._database, session, lease_s=self._lease_s, own=self._own, in_force=self._in_force, heard=self._heard
+        )
 
     def _end_session(self, reason: str = REPLACED) -> None:
         self._session = None
