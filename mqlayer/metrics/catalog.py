@@ -139,6 +139,10 @@ _ALL: Final = (
                "Unsettled messages of a partition; with --partitions"),
     Instrument("mqlayer.partition.lag.age", "gauge", "s", (*_OF_GROUP, "partition"), "exporter",
                "Age of a partition's oldest unsettled message; with --partitions"),
+    Instrument(
+        "mqlayer.postgres.commit_wait", "gauge", "s", ("schema",), "exporter",
+        "How long the first commit waits for a synchronous standby; needs `pg_read_all_stats`",
+    ),
     Instrument("mqlayer.outbox.backlog", "gauge", "{message}", (), "exporter", "Committed rows not yet relayed"),
     Instrument("mqlayer.outbox.age", "gauge", "s", (), "exporter", "Age of the oldest row not yet relayed"),
     Instrument("mqlayer.outbox.quarantined", "gauge", "{lp}", (), "exporter", "LPs behind a quarantined row"),

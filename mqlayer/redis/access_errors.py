@@ -39,7 +39,7 @@ TLS_HINTS: Final = (
 CUT: Final = ("EOF occurred in violation", "closed by server", "reset by peer", "Broken pipe", "Error while reading")
 """Disconnects before the server's TLS alert was read."""
 LOGIN_HINT: Final = "set MQLAYER_REDIS_USER and MQLAYER_REDIS_PASSWORD_FILE"
-RIGHTS_HINT: Final = "`mqlayer node acl ROLE` prints what its user needs"
+RIGHTS_HINT: Final = "`mqlayer node acl ROLE` (a Redis Cluster: with `--cluster`) prints what its user needs"
 
 
 def is_denial(reply: object) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mqlayer.domain.durability import DISK_WAIT_MS, WAIT_MS, Durability, replicas_wanted
-from mqlayer.errors import ConfigurationRefused
+from mqlayer.errors import ConfigurationRefused, StoreUnavailable
 from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.redis.partition_scripts import touch_command
 from mqlayer.redis.wire import command_packet, wait_aof_packet, wait_packet
@@ -73,6 +73,25 @@ class DurabilityWait:
 
 
 NO_WAIT: Final = DurabilityWait()
+
+
+def refuse_unheld(
+    connection: NodeConnection, node: Node, prefix: str, partition: int, *, topic: str, durability: Durability
+) -> None:
+    """Wait once for a partition's class. Raises StoreUnavailable."""
+    wait = DurabilityWait.of(durability, node)
+    if not wait.replies:
+        return
+    connection.send_packet(*wait.packets(connection, prefix, partition))
+    lack = wait.lack(connection.receive(wait.replies))
+    if lack:
+        # A new connection loads missing scripts.
+        connection.close()
+        raise StoreUnavailable(
+            node.address,
+            f"partition {partition} of topic {topic!r}, durability {durability}: {lack}; until it is held, nothing "
+            f"changes, or lower the class: mqlayer topic set {topic} --durability node",
+        )
 
 
 def refuse_server(connection: NodeConnection, node: Node, durability: Durability) -> None:

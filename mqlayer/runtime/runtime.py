@@ -68,7 +68,7 @@ class Runtime:
             timeout_s=settings.socket_timeout_s if within_s is None else within_s,
             any_run=any_run,
             unsafe=settings.allow_unsafe_redis,
-            required=None if role is None else RequiredAccess(role, self.prefix),
+            required=None if role is None else RequiredAccess(role, self.prefix, node.is_cluster),
         )
 
 

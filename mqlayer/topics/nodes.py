@@ -127,7 +127,7 @@ def arm_if_allowed(runtime: Runtime, name: str) -> Node:
     """
     node = find_node(runtime.control, name)
     try:
-        check_access(node, RequiredAccess(RedisRole.ARMING, runtime.prefix))
+        check_access(node, RequiredAccess(RedisRole.ARMING, runtime.prefix, node.is_cluster))
         return rearm_node(runtime, name)[0]
     except AccessDenied as error:
         log.warning("node_not_armed", extra={"node": name, "reason": f"{error}; it is left to a worker"})

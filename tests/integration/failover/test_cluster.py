@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from mqlayer.doctor.broker import ask_broker, check_apart
 from mqlayer.doctor.diagnosis import diagnose_node
 from mqlayer.doctor.findings import LIMITS, CheckStatus
 from mqlayer.doctor.nodes import RegisteredNode
@@ -20,6 +21,7 @@ from mqlayer.topics import find_node, register_node, set_durability, set_node_ad
 from tests.fixtures.clusters import Cluster, StartCluster, slot_of
 from tests.fixtures.consumers import Recorder, Stage, StartStage
 from tests.fixtures.receivers import OpenReceiver
+from tests.fixtures.servers import StartRedis
 from tests.fixtures.shared_members import share
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
@@ -98,6 +100,25 @@ def test_a_cluster_is_told_as_one_node(shared_cluster: Cluster, start_stage: Sta
         register_node(stage.runtime, name="again", url=shared_cluster.url)
     with pytest.raises(Conflict, match="is a cluster"):
         set_node_address(stage.runtime, "node-1", "redis://127.0.0.1:1/0")
+
+
+def test_the_doctor_finds_a_broker_on_a_shard(
+    shared_cluster: Cluster, database_dsn: str, key_prefix: str, start_redis: StartRedis
+) -> None:
+    world = World(database_dsn, key_prefix, [shared_cluster.url])
+    node = RegisteredNode(find_node(world.database, "node-1"), None, {})
+    checked = diagnose_node(node, key_prefix, LIMITS).node
+    assert checked is not None
+    for shard in shared_cluster.primaries():
+        broker, _ = ask_broker(shard.url, timeout_s=5.0)
+        assert broker is not None
+        finding = check_apart(shard.url, broker, [checked])
+        assert finding.verdict is CheckStatus.WARNING
+        assert finding.seen.endswith(f"node node-1 shard redis://127.0.0.1:{shard.port}/0"), finding
+    other = start_redis()
+    broker, _ = ask_broker(other.url, timeout_s=5.0)
+    assert broker is not None
+    assert check_apart(other.url, broker, [checked]).verdict is CheckStatus.OK
 
 
 @pytest.mark.full
