@@ -20,6 +20,7 @@ from mqlayer.errors import Conflict, GroupRetired, InstanceTaken, NotFound, Tran
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.breaker import CLOSED, BreakerReply
 from mqlayer.groups.rebalance import change_group, rebalance
+from mqlayer.groups.wakeups import wakeups
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.protocol import InForce, code_facts
 from mqlayer.postgres.queries import query
@@ -158,7 +159,7 @@ def join(
     }
     failpoint("member.before_join")
 
-    def work(connection: Connection) -> MemberSession:
+    def work(connection: Connection) -> tuple[bool, MemberSession]:
         _refuse_to_admit(connection, group_id, member_id)
         if own is not None:
             connection.execute(query("members_spare"), facts)
@@ -168,14 +169,28 @@ def join(
                 f"member {member_id!r} has a session of somebody else's", "start under another member id"
             )
         # New epochs refuse the acks of an earlier process of this id.
-        connection.execute(query("assignment_renew"), facts)
-        rebalance(connection, group_id)
+        renewed = connection.execute(query("assignment_renew"), facts).rowcount
+        known = own is not None or renewed > 0
+        if known:
+            rebalance(connection, group_id)
         failpoint("member.before_join_commit")
-        return MemberSession(group_id, member_id, *row)
+        return known, MemberSession(group_id, member_id, *row)
 
-    joined = change_group(database, group_id, work)
+    known, joined = change_group(database, group_id, work)
     failpoint("member.after_join_commit")
+    if not known:
+        _place(database, joined)
     return joined
+
+
+def _place(database: Database, joined: MemberSession) -> None:
+    """Rebalance, unless another's rebalance has placed the member: of many that join at once, few go through the group."""
+
+    def work(connection: Connection) -> None:
+        if connection.execute(query("member_placed"), _facts(joined)).fetchone() is None:
+            rebalance(connection, joined.group_id)
+
+    change_group(database, joined.group_id, work)
 
 
 def _refuse_to_admit(connection: Connection, group_id: int, member_id: str) -> None:
@@ -269,9 +284,19 @@ def _breaker(facts: Sequence[Any]) -> BreakerReply:
 
 
 def release(database: Database, session: MemberSession, *assigned: Assignment) -> None:
-    """Release partitions and rebalance, in one transaction."""
+    """Release partitions and give them to their next owners, in one transaction."""
     given = {"partitions": [one.partition for one in assigned], "epochs": [one.epoch for one in assigned]}
-    _change(database, session, "assignments_release", _facts(session) | given)
+    facts = _facts(session) | given
+
+    def work(connection: Connection) -> None:
+        next_owners = {row[0] for row in connection.execute(query("assignments_pass"), facts).fetchall()}
+        if next_owners:
+            payloads = wakeups(session.group_id, next_owners)
+            connection.execute(query("allocation_raise_for"), facts | {"payloads": payloads})
+        if connection.execute(query("assignments_release"), facts).rowcount:
+            rebalance(connection, session.group_id)
+
+    change_group(database, session.group_id, work)
 
 
 def renew(database: Database, session: MemberSession, assigned: Assignment) -> None:

@@ -189,6 +189,11 @@ SET session = excluded.session, host = excluded.host, pid = excluded.pid, deploy
 WHERE %(own)s::bigint[] IS NULL OR m.session = ANY(%(own)s::bigint[]) OR m.session < ALL(%(own)s::bigint[])
 RETURNING session, acts_on;
 
+-- name: member_placed
+-- Whether a member owns a partition, or is to get one.
+SELECT FROM mqlayer.assignment
+WHERE group_id = %(group_id)s AND (member_id = %(member_id)s OR target = %(member_id)s) LIMIT 1;
+
 -- name: members_spare
 -- A member comes back whose lease ran out, with those of all its group and about when its own did, and nobody noted it:
 -- the database was away, so they come back too, and keep what they have if they do so soon. Before member_join.
@@ -417,6 +422,18 @@ WHERE a.group_id = %(group_id)s AND a.partition_id = given.partition_id;
 -- Take partitions from members that are gone; their epochs stay until the next owners'.
 UPDATE mqlayer.assignment SET member_id = NULL, target = NULL, changed_at = now()
 WHERE group_id = %(group_id)s AND partition_id = ANY(%(partitions)s::int[]);
+
+-- name: assignments_pass
+-- The owner gives partitions back, and each passes to the living member that the last rebalance chose; nothing of those
+-- whose epoch is not in force any more, or without such a member, or that the group must not consume now.
+UPDATE mqlayer.assignment a SET member_id = a.target, epoch = nextval('mqlayer.epoch'), changed_at = now()
+FROM unnest(%(partitions)s::int[], %(epochs)s::bigint[]) AS given (partition_id, epoch), mqlayer.member m
+WHERE a.group_id = %(group_id)s AND a.member_id = %(member_id)s AND a.target <> a.member_id
+  AND a.partition_id = given.partition_id AND a.epoch = given.epoch
+  AND m.group_id = a.group_id AND m.member_id = a.target AND m.lease_until >= now() AND NOT m.leaving
+  AND EXISTS (SELECT FROM mqlayer.readable r WHERE r.group_id = %(group_id)s AND r.partition_id = a.partition_id
+              AND coalesce(r.deployment = m.deployment, true))
+RETURNING a.member_id;
 
 -- name: assignments_release
 -- The owner gives partitions back; nothing of those whose epoch is not in force any more.
