@@ -29,8 +29,10 @@ from mqlayer.randomness import RNG
 OF_BREAKER: Final = 7
 OF_GROUP: Final = 10 + OF_BREAKER + RULES_COUNT
 """Columns of `member_assignments` about the group."""
+GROUP_HEARTBEATS: Final = 250
+"""A group's heartbeats per second, as far as a third of the lease allows."""
 LOOKS: Final = 3
-"""Looks at a group per round of heartbeats."""
+"""Looks at a group per second, by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class HeardGroup:
 
     def looks(self, chance: float) -> bool:
         """Say whether to look at the whole group, by a random number below 1."""
-        return chance * self.members < LOOKS
+        return chance * min(self.members, GROUP_HEARTBEATS) < LOOKS
 
     def is_current(self, state: str) -> bool:
         """Say whether the reply still holds."""
@@ -184,7 +186,7 @@ def join(
 
 
 def _place(database: Database, joined: MemberSession) -> None:
-    """Rebalance, unless another's rebalance has placed the member: of many that join at once, few go through the group."""
+    """Rebalance, unless another's rebalance has placed the member."""
 
     def work(connection: Connection) -> None:
         if connection.execute(query("member_placed"), _facts(joined)).fetchone() is None:

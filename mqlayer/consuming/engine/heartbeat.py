@@ -16,6 +16,7 @@ from mqlayer.consuming.engine.events import MemberEvents
 from mqlayer.consuming.engine.partitions import MemberPartitions
 from mqlayer.errors import GroupRetired, InstanceTaken, MqlayerError, StoreUnavailable, VersionRefused
 from mqlayer.groups.members import (
+    GROUP_HEARTBEATS,
     HeardGroup,
     HeartbeatReply,
     MemberReplaced,
@@ -36,8 +37,6 @@ log = event_logger(__name__)
 
 LONGEST_HEARTBEAT_S: Final = 1.0
 """Short even for long leases: heartbeats notice hand-overs."""
-GROUP_HEARTBEATS: Final = 250
-"""A group's heartbeats per second, as far as a third of the lease allows."""
 SHORTEST_HEARTBEAT_S: Final = 0.05
 UNREPORTED_S: Final = 0.1
 """Delay of repeated reports."""
