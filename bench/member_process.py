@@ -29,6 +29,7 @@ from mqlayer.groups import Assignment, Group, GroupSettings, HeartbeatReply, Mem
 from mqlayer.groups.wakeups import wakes
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.notifications import GROUP, NotificationListener
+from mqlayer.runtime.heartbeat_sender import HeartbeatSender
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
@@ -102,7 +103,7 @@ class Crew:
         self._database = Database(settings.control_dsn(), application="mqlayer consumer", max_size=12 * count)
         beats = Database(settings.control_dsn(), application="mqlayer consumer", max_size=2)
         self._routes = RouteCache(self._database)
-        runtime = Runtime(self._database, settings, beats=beats)
+        runtime = Runtime(self._database, settings, beats=beats, sender=HeartbeatSender(beats))
         self._groups = [
             ensure_group(runtime, self._routes, topic="bench", name=f"g{number}", settings=GroupSettings())
             for number in range(groups)

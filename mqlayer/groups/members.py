@@ -25,6 +25,7 @@ from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.protocol import InForce, code_facts
 from mqlayer.postgres.queries import query
 from mqlayer.randomness import RNG
+from mqlayer.runtime.heartbeat_sender import HeartbeatSender
 
 OF_BREAKER: Final = 7
 OF_GROUP: Final = 10 + OF_BREAKER + RULES_COUNT
@@ -219,15 +220,16 @@ def send_heartbeat(
     own: Collection[int] = (),
     in_force: InForce | None = None,
     heard: HeardGroup | None = None,
+    sender: HeartbeatSender | None = None,
 ) -> HeartbeatReply:
     """Extend the lease, rebalance if needed, return the member's partitions.
 
     `own`: this process's other sessions, from unanswered joins. `in_force`: the version that it acts on, until the
-    reply names another. `heard`: by this session before.
+    reply names another. `heard`: by this session before. `sender`: shared by members of a process.
     """
     in_force, heard = in_force or InForce(), heard or HeardGroup()
     facts = _facts(session) | {"lease_s": lease_s, "acts_on": in_force.version}
-    row = database.first_row(query("member_beat"), facts)
+    row = database.first_row(query("member_beat"), facts) if sender is None else sender.send(facts)
     known, *versions, allocation, now_ms, state = row or (0, 0, 0, 0, 0, 0, "")
     served = ServedProtocols(*versions)
     in_force.note(served.in_force)

@@ -144,17 +144,22 @@ class Database:
 
     def first_row(self, statement: Any, facts: Mapping[str, Any]) -> tuple[Any, ...] | None:
         """Return a statement's first row; it may run twice."""
+        rows = self.rows(statement, facts)
+        return rows[0] if rows else None
+
+    def rows(self, statement: Any, facts: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        """Return a statement's rows; it may run twice."""
         with driver_errors(self.address):
             self._pool.open()
             with self._borrowed(checked=False) as connection:
                 # The statement itself shows whether the connection lives: one round trip less.
                 try:
-                    return connection.execute(statement, facts).fetchone()
+                    return connection.execute(statement, facts).fetchall()
                 except psycopg.OperationalError:
                     if not connection.broken:
                         raise
         with self.connection() as connection:
-            return connection.execute(statement, facts).fetchone()
+            return connection.execute(statement, facts).fetchall()
 
     def check_direct(self, purpose: str) -> None:
         """Check that direct connections work. Raises ConfigurationRefused, StoreUnavailable."""

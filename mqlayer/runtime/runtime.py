@@ -14,6 +14,7 @@ from mqlayer.redis.acl_check import RequiredAccess
 from mqlayer.redis.cluster_connection import ClusterConnection
 from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.redis.roles import RedisRole
+from mqlayer.runtime.heartbeat_sender import HeartbeatSender
 from mqlayer.settings import Settings
 
 
@@ -34,6 +35,8 @@ class Runtime:
     """The control schema's protocol version that this process acts on."""
     beats: Database | None = None
     """Heartbeats' own connections; None: `control`."""
+    sender: HeartbeatSender | None = None
+    """Sends heartbeats together; None: each by itself."""
     connection_class: ClassVar[type[NodeConnection]] = NodeConnection
     cluster_connection_class: ClassVar[type[ClusterConnection]] = ClusterConnection
 

@@ -209,34 +209,53 @@ WHERE own.group_id = %(group_id)s AND own.member_id = %(member_id)s
 -- The number of a session that is to be: known before the joining, whose answer may be lost.
 SELECT nextval('mqlayer.member_session');
 
--- name: member_beat
--- Extend a member's lease by the database's clock, unless it ran out; say which protocol versions the schema serves, and
--- what state all that the member may know of is in: where that is as it was, nothing else has to be read. A breaker that
--- is not closed changes with time. Rows by their transaction, where no version counts their changes.
-WITH beat AS (
-    UPDATE mqlayer.member SET lease_until = now() + make_interval(secs => %(lease_s)s), acts_on = %(acts_on)s
-    WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s AND lease_until >= now()
-    RETURNING member_id
-)
-SELECT (SELECT count(*) FROM beat) AS known, p.serves_from, p.in_force, p.serves_to, coalesce(g.allocation, 0) AS allocation,
+-- part: state_of_beat
+-- What a heartbeat answers: which protocol versions the schema serves, and what state all that the member may know of is
+-- in: where that is as it was, nothing else has to be read. A breaker that is not closed changes with time. Rows by their
+-- transaction, where no version counts their changes.
+p.serves_from, p.in_force, p.serves_to, coalesce(g.allocation, 0) AS allocation,
        (extract(epoch FROM clock_timestamp()) * 1000)::bigint AS now_ms,
        ROW(g.version, g.seek, g.replay, g.parking, g.settings_version, g.paused_at, t.xmin,
            EXISTS (SELECT FROM mqlayer.redrive d WHERE d.group_id = g.group_id AND d.state = 'running' AND d.newer = 'wait'
                    AND d.name IS NULL),
            CASE WHEN g.breaker_share IS NOT NULL THEN EXISTS (
                SELECT FROM mqlayer.member sm
-               WHERE sm.group_id = g.group_id AND sm.failing_keys > 0 AND sm.member_id <> %(member_id)s
+               WHERE sm.group_id = g.group_id AND sm.failing_keys > 0 AND sm.member_id <> given.member_id
                  AND sm.reported_at > now() - make_interval(secs => g.breaker_window_s)) END,
            CASE WHEN b.group_id IS NOT NULL THEN clock_timestamp() END,
            own.partitions, own.changes, own.pauses)::text AS state
-FROM mqlayer.protocol p
-LEFT JOIN mqlayer.consumer_group g ON g.group_id = %(group_id)s
+FROM given CROSS JOIN mqlayer.protocol p
+LEFT JOIN mqlayer.consumer_group g ON g.group_id = given.group_id
 LEFT JOIN mqlayer.topic t USING (topic_id)
 LEFT JOIN mqlayer.breaker b ON b.group_id = g.group_id
-CROSS JOIN (
+CROSS JOIN LATERAL (
     SELECT count(*) AS partitions, sum(a.xmin::text::bigint) AS changes, sum(pp.xmin::text::bigint) AS pauses
     FROM mqlayer.assignment a LEFT JOIN mqlayer.partition_pause pp USING (group_id, partition_id)
-    WHERE a.group_id = %(group_id)s AND a.member_id = %(member_id)s) AS own;
+    WHERE a.group_id = given.group_id AND a.member_id = given.member_id) AS own;
+
+-- name: member_beat
+-- Extend a member's lease by the database's clock, unless it ran out; say what it may have to read.
+WITH given AS MATERIALIZED (SELECT %(group_id)s::bigint AS group_id, %(member_id)s::text AS member_id), beat AS (
+    UPDATE mqlayer.member SET lease_until = now() + make_interval(secs => %(lease_s)s), acts_on = %(acts_on)s
+    WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s AND lease_until >= now()
+    RETURNING member_id
+)
+SELECT (SELECT count(*) FROM beat) AS known, {state_of_beat};
+
+-- name: members_beat
+-- The same for several members of a process, in their order.
+WITH given AS MATERIALIZED (
+    SELECT * FROM unnest(%(group_ids)s::bigint[], %(member_ids)s::text[], %(sessions)s::bigint[], %(lease_s)s::float8[],
+                         %(acts_on)s::int[]) WITH ORDINALITY AS one (group_id, member_id, session, lease_s, acts_on, number)
+), beat AS (
+    UPDATE mqlayer.member m SET lease_until = now() + make_interval(secs => given.lease_s), acts_on = given.acts_on
+    FROM given
+    WHERE m.group_id = given.group_id AND m.member_id = given.member_id AND m.session = given.session
+      AND m.lease_until >= now()
+    RETURNING m.session
+)
+SELECT (SELECT count(*) FROM beat WHERE beat.session = given.session) AS known, {state_of_beat}
+ORDER BY given.number;
 
 -- name: group_unbalanced
 -- Whether a group needs a rebalance: a lease ran out, a partition has no owner, or partitions came or went.

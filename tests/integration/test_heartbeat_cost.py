@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,15 @@ from typing import Any
 import psycopg
 import pytest
 
+from mqlayer.errors import MqlayerError
 from mqlayer.groups import Group, GroupSettings, HeartbeatReply, MemberSession, ensure_group, join, release
 from mqlayer.groups import members as membership
 from mqlayer.groups.admin import set_group
 from mqlayer.groups.members import GROUP_HEARTBEATS, LOOKS, HeardGroup, send_heartbeat, start_leaving
 from mqlayer.groups.pauses import pause_partitions, pause_topic
+from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
+from mqlayer.runtime.heartbeat_sender import HeartbeatSender
 from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.consumers import Stage, StartStage, member_of
 from tests.fixtures.kept_connections import kept_session
@@ -268,3 +272,74 @@ def test_members_of_a_large_group_beat_less_often_within_a_third_of_the_lease(st
     assert 3.2 <= heartbeat._wait_s() <= 4.0
     heartbeat._heard.members = 5000
     assert 8.0 <= heartbeat._wait_s() <= 10.0
+
+
+class HeldBack:
+    """A database whose statements wait for a word; notes how many heartbeats each of them carried."""
+
+    def __init__(self, database: Database) -> None:
+        self._database, self.go, self.carried = database, threading.Event(), list[int]()
+
+    def first_row(self, statement: Any, facts: Any) -> Any:
+        """Answer one heartbeat."""
+        return (self.rows(statement, facts) or [None])[0]
+
+    def rows(self, statement: Any, facts: Any) -> list[Any]:
+        """Answer some."""
+        self.carried.append(len(facts.get("sessions", "1")))
+        assert self.go.wait(20)
+        return self._database.rows(statement, facts)
+
+
+def test_heartbeats_of_a_process_that_wait_go_together_and_each_gets_its_own_answer(stage: Stage, group: Group) -> None:
+    other = ensure_group(
+        stage.runtime, RouteCache(stage.database), topic=stage.topic, name="other", settings=GroupSettings()
+    )
+    listeners = [Listener(stage, one, f"m{number}") for number in range(3) for one in (group, other)]
+    gone = Listener(stage, other, "gone")
+    with stage.database.connection() as connection:
+        connection.execute("UPDATE mqlayer.member SET lease_until = '-infinity' WHERE member_id = 'gone'")
+    held = HeldBack(stage.database)
+    sender = HeartbeatSender(held)  # type: ignore[arg-type]
+
+    def beat(one: Listener) -> HeartbeatReply:
+        return send_heartbeat(stage.database, one.session, lease_s=LEASE_S, sender=sender)
+
+    with ThreadPoolExecutor(8) as pool:
+        first = pool.submit(beat, listeners[0])
+        wait_until(lambda: held.carried == [1], what="the first to be on its way")
+        others = [pool.submit(beat, one) for one in (*listeners[1:], gone)]
+        wait_until(lambda: len(sender._waiting) == 6, what="the others to wait")
+        held.go.set()
+        replies = [first.result(20), *(one.result(20) for one in others)]
+    assert held.carried == [1, 6]
+    assert [reply.known for reply in replies] == [True] * 6 + [False]
+    alone = [send_heartbeat(stage.database, one.session, lease_s=LEASE_S) for one in listeners]
+    assert [reply.assignments for reply in replies[:6]] == [reply.assignments for reply in alone]
+
+
+def test_a_heartbeat_does_not_wait_long_for_the_one_before_it(stage: Stage, group: Group) -> None:
+    """A row that somebody holds costs its own member time, not the others of the process."""
+    stuck, free = Listener(stage, group, "m0"), Listener(stage, group, "m1")
+    sender = HeartbeatSender(stage.database)
+    waits = "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    with (
+        kept_session(stage.dsn) as holder,
+        kept_session(stage.dsn, autocommit=True) as watcher,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        holder.execute("SELECT FROM mqlayer.member WHERE member_id = 'm0' FOR UPDATE")
+        waiting = pool.submit(send_heartbeat, stage.database, stuck.session, lease_s=LEASE_S, sender=sender)
+        wait_until(lambda: watcher.execute(waits).rowcount == 1, what="the heartbeat to wait")
+        assert send_heartbeat(stage.database, free.session, lease_s=LEASE_S, sender=sender).known
+        assert not waiting.done()
+        holder.commit()
+        assert waiting.result(20).known
+
+
+def test_all_heartbeats_of_a_statement_that_fails_fail(stage: Stage, group: Group) -> None:
+    one = Listener(stage, group, "m0")
+    sender = HeartbeatSender(stage.database)
+    with pytest.raises(MqlayerError):
+        send_heartbeat(stage.database, one.session, lease_s=float("nan"), sender=sender)
+    assert send_heartbeat(stage.database, one.session, lease_s=LEASE_S, sender=sender).known

@@ -68,6 +68,7 @@ from mqlayer.postgres.notifications import GROUP, NotificationListener
 from mqlayer.postgres.rights import Right, require
 from mqlayer.redis.access import use_access
 from mqlayer.runtime.error_text import Describe, ErrorTexts
+from mqlayer.runtime.heartbeat_sender import HeartbeatSender
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
@@ -296,7 +297,7 @@ class App:
                     require(connection, "control", Right.CONSUME, f"{consumer.topic}/{consumer.group}")
                 served = check_schema(connection, "control", database.address)
             effects_at = application if _has_fence(application) else None
-            runtime = Runtime(database, settings, effects_at, beats=beats)
+            runtime = Runtime(database, settings, effects_at, beats=beats, sender=HeartbeatSender(beats))
             runtime.in_force.note(served.in_force)
             _store_schemas(database, self.consumers)
             for consumer in self.consumers:

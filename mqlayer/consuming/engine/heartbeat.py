@@ -74,6 +74,7 @@ class Heartbeat(Service):
         self._lease_s, self._margin = settings.lease_s, settings.lease_margin
         self._session: MemberSession | None = None
         self._heard, self._heard_all_at = HeardGroup(), 0.0
+        self._sender = core.runtime.sender
         # This process's session numbers: the last one, and those whose join was not answered.
         self._own: list[int] = []
         self._leaving = self._left_to_lease = False
@@ -222,7 +223,13 @@ class Heartbeat(Service):
         if began - self._heard_all_at >= self._lease_s:
             self._heard.wants_all, self._heard_all_at = True, began
         return send_heartbeat(
-            self._database, session, lease_s=self._lease_s, own=self._own, in_force=self._in_force, heard=self._heard
+            self._database,
+            session,
+            lease_s=self._lease_s,
+            own=self._own,
+            in_force=self._in_force,
+            heard=self._heard,
+            sender=self._sender,
         )
 
     def _end_session(self, reason: str = REPLACED) -> None:
