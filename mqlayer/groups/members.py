@@ -243,9 +243,8 @@ def send_heartbeat(
     if unbalanced:
         _rebalance_if_free(database, session.group_id, lock_wait_s=lease_s / 8)
     if unbalanced or not heard.is_current(state):
-        with database.connection() as connection:
-            rows = connection.execute(query("member_assignments"), facts).fetchall()
-            (members,) = connection.execute(query("members_counted"), facts).fetchone() or (0,)
+        rows = database.rows(query("member_assignments"), facts)
+        (members,) = database.first_row(query("members_counted"), facts) or (0,)
         # What changed between the two statements is read with the next heartbeat: its state is another one.
         heard.note(state, _reply(rows), members)
         allocation = max(allocation, heard.reply.allocation)

@@ -37,6 +37,8 @@ log = event_logger(__name__)
 
 LONGEST_HEARTBEAT_S: Final = 1.0
 """Short even for long leases: heartbeats notice hand-overs."""
+REREAD_S: Final = 30.0
+"""Reads everything at least so often."""
 SHORTEST_HEARTBEAT_S: Final = 0.05
 UNREPORTED_S: Final = 0.1
 """Delay of repeated reports."""
@@ -220,7 +222,7 @@ class Heartbeat(Service):
                 self._end_session(str(error))
 
     def _ask(self, session: MemberSession, began: float) -> HeartbeatReply:
-        if began - self._heard_all_at >= self._lease_s:
+        if began - self._heard_all_at >= REREAD_S:
             self._heard.wants_all, self._heard_all_at = True, began
         return send_heartbeat(
             self._database,
