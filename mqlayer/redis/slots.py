@@ -17,6 +17,7 @@ from mqlayer.redis.access_errors import not_reached
 from mqlayer.redis.addresses import ConnectionFactory, Host, display_url, parse_address, shard_url
 
 SLOT_COUNT: Final = 16_384
+NAMELESS: Final = "?"
 
 
 @lru_cache(maxsize=65_536)
@@ -55,7 +56,7 @@ class SlotMap(NamedTuple):
     def of(cls, reply: Iterable[Any], asked: Host, address: str) -> SlotMap:
         """Parse CLUSTER SLOTS.
 
-        Raises StoreUnavailable for uncovered slots, ConfigurationRefused for too many shards.
+        Raises StoreUnavailable for uncovered slots or unknown names, ConfigurationRefused for too many shards.
         """
         ranges: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
         members = set[str]()
@@ -63,6 +64,12 @@ class SlotMap(NamedTuple):
             members |= {member.decode(), *(replica[2].decode() for replica in replicas)}
             # A server that does not know its own address leaves it out.
             name = host.decode() if host else ""
+            if name == NAMELESS:
+                raise StoreUnavailable(
+                    address,
+                    f"{asked[0]}:{asked[1]} gives out host names, and knows none of the shard at port {port}: "
+                    "set cluster-announce-hostname on each server",
+                )
             ranges.setdefault((member.decode(), name or asked[0], port), []).append((first, last))
         shards = [Shard(*found, tuple(sorted(slots))) for found, slots in sorted(ranges.items())]
         if len(shards) > MAX_SHARDS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -51,6 +53,9 @@ class Confirmations:
         self._questions: dict[_Key, _AskedNode] = {}
         self._connections: dict[_Key, NodeConnection] = {}
         self._lacks: dict[_Key, int] = {}
+        self._failed = Counter[str]()
+        # When the oldest progress that still waits was asked about first.
+        self._since: dict[_Key, float] = {}
 
     @property
     def is_asking(self) -> bool:
@@ -67,8 +72,21 @@ class Confirmations:
                 # Another connection is to another run, maybe, or followed a loss.
                 if question.node.connection is question.connection:
                     self._confirm(question, lacking, confirmed)
+                    if not lacking:
+                        self._since.pop(key, None)
         self._ask(confirmed)
         return confirmed
+
+    def failed_waits(self) -> dict[str, int]:
+        """Return waits that ended without their class. Thread-safe."""
+        return dict(self._failed)
+
+    def delays(self) -> dict[str, float]:
+        """Return seconds that progress waits, by class. Thread-safe."""
+        now, found = time.monotonic(), dict.fromkeys(self._failed.copy(), 0.0)
+        for (_, durability), since in self._since.copy().items():
+            found[durability] = max(found.get(durability, 0.0), now - since)
+        return found
 
     def close(self) -> None:
         """Close connections; waits under way end by their time."""
@@ -90,6 +108,7 @@ class Confirmations:
                 log.warning("relay_progress_goes_on", extra={"node": question.node.address, "durability": key[1]})
             return lacks
         failures = self._lacks[key] = self._lacks.get(key, 0) + 1
+        self._failed[key[1]] += 1
         shown = log.warning if is_reported(failures) else log.debug
         reason = next(iter(lacks.values()))
         facts = {"node": question.node.address, "durability": key[1], "reason": reason, "failures": failures}
@@ -124,8 +143,10 @@ class Confirmations:
                 del self._unconfirmed[target]
                 continue
             by_key.setdefault((target.node_id, target.durability), []).append(target)
-        known = self._nodes_known()
+        known, now = self._nodes_known(), time.monotonic()
+        self._since = {key: self._since.get(key, now) for key in by_key}
         for key, targets in by_key.items():
+            self._failed[key[1]] += 0
             node = self._nodes.node(key[0])
             if key not in self._questions:
                 self._ask_node(key, node, known.get(node.node_id), targets)

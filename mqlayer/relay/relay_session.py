@@ -73,6 +73,11 @@ class RelaySession:
         self._confirmations = Confirmations(
             runtime, self._nodes, self._sender.unconfirmed, lambda: self._routes.nodes, self._waiting
         )
+        self._end_counts = (
+            None
+            if self._meters is None
+            else self._meters.add_confirmations(self._confirmations.failed_waits, self._confirmations.delays)
+        )
         self._writer = ProgressWriter(
             self._reader, self._sender, self._cursors, self._confirmations, self._refuse_other_term
         )
@@ -202,6 +207,8 @@ class RelaySession:
         except StoreUnavailable as error:
             log.warning("relay_leases_left", extra={"reason": str(error)})
         finally:
+            if self._end_counts is not None:
+                self._end_counts()
             self._confirmations.close()
             self._nodes.close()
             self._routes.close()

@@ -77,6 +77,14 @@ def test_a_cluster_s_address_names_servers() -> None:
         parse_address("cluster://h1:7000/1")
 
 
+def test_a_name_that_the_cluster_does_not_know_is_told_with_the_setting() -> None:
+    reply = [[0, SLOT_COUNT - 1, [b"?", 7_000, b"m" * 40, [b"ip", b"10.0.0.1"]]]]
+    with pytest.raises(StoreUnavailable, match=r"h:1 gives out host names.* port 7000: set cluster-announce-hostname"):
+        SlotMap.of(reply, ("h", 1), "cluster://h")
+    reply[0][2][0] = b"r1.example.com"  # type: ignore[index]
+    assert SlotMap.of(reply, ("h", 1), "cluster://h").shards[0].host == "r1.example.com"
+
+
 def test_a_gap_and_too_many_shards_are_refused() -> None:
     half = [[0, 8_000, [b"", 7_000, b"m" * 40]]]
     with pytest.raises(StoreUnavailable, match="no shard serves slot 8001"):

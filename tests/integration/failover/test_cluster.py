@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 
 import pytest
 import redis
@@ -29,8 +28,9 @@ from mqlayer.redis.node_connection import raise_for_reply
 from mqlayer.relay import relay_once
 from mqlayer.routes import rearm_lost_nodes
 from mqlayer.topics import find_node, register_node, set_durability, set_node_address, set_node_replicas
+from tests.fixtures.cluster_load import await_more, publishing
 from tests.fixtures.clusters import SLOTS, Cluster, StartCluster, slot_of
-from tests.fixtures.consumers import Recorder, Stage, StartStage
+from tests.fixtures.consumers import Recorder, StartStage
 from tests.fixtures.receivers import OpenReceiver
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.shared_members import share
@@ -396,32 +396,3 @@ def armed_shards(world: World) -> int:
     with suppress(StoreUnavailable):
         world.arm_node()
     return len((find_node(world.database, "node-1").armed_run_id or "").split())
-
-
-def await_more(recorder: Recorder, count: int) -> None:
-    """Wait until so many more messages were handled."""
-    wanted = recorder.count() + count
-    wait_until(lambda: recorder.count() > wanted, timeout_s=20, what="some more handled")
-
-
-@contextmanager
-def publishing(stage: Stage, *, first: int = 1) -> Iterator[list[bytes]]:
-    """Publish to six keys until the block ends; lend what was sent."""
-    sent: list[bytes] = []
-    stop = threading.Event()
-
-    def publish() -> None:
-        with closing(Producer(stage.settings(), name="load")) as producer:
-            number = first
-            while not stop.wait(0.002):
-                producer.send("orders", key=f"key-{number % 6}", body=b"%d" % number, timeout_s=30)
-                sent.append(b"%d" % number)
-                number += 1
-
-    thread = threading.Thread(target=publish)
-    thread.start()
-    try:
-        yield sent
-    finally:
-        stop.set()
-        thread.join()
