@@ -43,6 +43,8 @@ SUMMED: Final = frozenset(
 class ShardConnection(NodeConnection):
     """A connection to one shard's primary. Once pinned, a reconnect must meet the same run."""
 
+    is_of_cluster: ClassVar[bool] = True
+
     def pin(self) -> str:
         """Connect; return the run."""
         run_id = self.connect().run_id

@@ -7,15 +7,24 @@ import threading
 from contextlib import closing, suppress
 
 import pytest
+import redis
 
 from mqlayer.doctor.broker import ask_broker, check_apart
 from mqlayer.doctor.diagnosis import diagnose_node
 from mqlayer.doctor.findings import LIMITS, CheckStatus
 from mqlayer.doctor.nodes import RegisteredNode
-from mqlayer.errors import AcknowledgedLoss, Conflict, MqlayerError, PublishUnknown, StoreUnavailable
+from mqlayer.errors import (
+    AcknowledgedLoss,
+    ConfigurationRefused,
+    Conflict,
+    MqlayerError,
+    PublishUnknown,
+    StoreUnavailable,
+)
 from mqlayer.inspect.node_status import node_statuses
 from mqlayer.producing import Message, Producer
 from mqlayer.redis.cluster_connection import ClusterConnection
+from mqlayer.redis.node_connection import raise_for_reply
 from mqlayer.relay import relay_once
 from mqlayer.routes import rearm_lost_nodes
 from mqlayer.topics import find_node, register_node, set_durability, set_node_address, set_node_replicas
@@ -102,6 +111,24 @@ def test_a_cluster_is_told_as_one_node(shared_cluster: Cluster, start_stage: Sta
         register_node(stage.runtime, name="again", url=shared_cluster.url)
     with pytest.raises(Conflict, match="is a cluster"):
         set_node_address(stage.runtime, "node-1", "redis://127.0.0.1:1/0")
+
+
+def test_a_server_of_a_cluster_is_no_node_by_itself(
+    shared_cluster: Cluster, database_dsn: str, key_prefix: str
+) -> None:
+    """Else the first topic would find out, by slots that it does not serve."""
+    with pytest.raises(ConfigurationRefused, match="register that as one node: cluster://host"):
+        World(database_dsn, key_prefix, [shared_cluster.servers[0].url])
+
+
+def test_a_redirect_is_told_in_words(shared_cluster: Cluster) -> None:
+    first = shared_cluster.servers[0]
+    partition = next(number for number in range(100) if slot_of(number) not in shared_cluster.slots(first))
+    with pytest.raises(redis.exceptions.MovedError) as moved:
+        shared_cluster.ask(first, "XLEN", f"x:{{{partition}}}:log")
+    where = f"slot {slot_of(partition)} of the cluster moved, or is moving, to 127.0.0.1:"
+    with pytest.raises(StoreUnavailable, match=where):
+        raise_for_reply(moved.value, "n")
 
 
 def test_the_doctor_finds_a_broker_on_a_shard(
