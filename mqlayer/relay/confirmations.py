@@ -13,6 +13,7 @@ from mqlayer.domain.durability import NODE, Durability
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError
 from mqlayer.logs import event_logger, is_reported
+from mqlayer.redis.cluster_connection import ClusterConnection
 from mqlayer.redis.durability import DurabilityWait
 from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.redis.roles import RedisRole
@@ -182,16 +183,31 @@ class Confirmations:
             connection.close()
         connection.node = node
         wait = DurabilityWait.of(key[1], node)
-        # One covers all of a server's writes; of a cluster, each partition may be at another server meanwhile.
-        asked = partitions if connection.is_cluster else partitions[:1]
-        packets = [packet for one in asked for packet in wait.packets(connection, self._runtime.prefix, one)]
-        connection.send_packet(*packets)
-        found = [wait.lack(connection.receive(wait.replies)) for _ in asked]
-        if any(found):
+        lacks: dict[int, str] = {}
+        servers = _by_server(connection, partitions)
+        for asked in servers:
+            connection.send_packet(*wait.shared_packets(connection, self._runtime.prefix, asked))
+        for asked in servers:
+            lacks |= wait.shared_lacks(connection.receive(len(asked) + wait.replies - 1), asked)
+        if lacks:
             # A new connection loads missing scripts, and finds a promoted primary.
             connection.close()
-        of_each = zip(partitions, found if connection.is_cluster else found * len(partitions), strict=True)
-        return {partition: lack for partition, lack in of_each if lack}
+        if connection.is_cluster or not lacks:
+            return lacks
+        (lack,) = lacks.values()
+        return dict.fromkeys(partitions, lack)
+
+
+def _by_server(connection: NodeConnection, partitions: Sequence[int]) -> list[list[int]]:
+    """Return what to touch: one partition, of a cluster each one, by its shard."""
+    if not isinstance(connection, ClusterConnection):
+        # It covers all of a server's writes.
+        return [list(partitions[:1])]
+    # Each, since one may be at another server meanwhile.
+    shards: dict[int, list[int]] = {}
+    for partition in partitions:
+        shards.setdefault(connection.shard_of(partition), []).append(partition)
+    return list(shards.values())
 
 
 def _close(connection: NodeConnection, _: Future[dict[int, str]]) -> None:
