@@ -29,7 +29,7 @@ from mqlayer.redis.acl_check import RequiredAccess
 from mqlayer.redis.node_connection import Node
 from mqlayer.redis.roles import RedisRole
 from mqlayer.redis.server_info import describe_access, read_access
-from mqlayer.routes import carry_out_moves, drain_node, give_up_node, plan_drain
+from mqlayer.routes import carry_out_moves, drain_node, give_up_node, plan_drain, refuse_class_loss
 from mqlayer.settings import Settings
 from mqlayer.topics import (
     find_node,
@@ -296,7 +296,7 @@ def lost(
     """Give up a node that never comes back: move its partitions, report the loss."""
     with runtime_here() as runtime:
         if not yes:
-            find_node(runtime.control, name)
+            refuse_class_loss(runtime, find_node(runtime.control, name))
             echo_plan(f"node {name} would be given up, and messages that only it holds are lost: better wait for it")
             return
         check_change(runtime.control)

@@ -71,7 +71,7 @@ def check_durability(checked: CheckedDatabase, limits: CheckLimits) -> list[Find
 
 
 def describe_commit_wait(standbys: int, waiting: int, waited_s: float, *, sees_all: bool, limit_s: float) -> str:
-    """Return how commits wait for a synchronous standby, by `check_synchronous`; '' if they do not."""
+    """Return how commits wait for a standby, or ''."""
     if waited_s >= limit_s:
         return f"{waiting} commits wait for a synchronous standby, the first for {format_seconds(waited_s)}"
     return "no synchronous standby is there: each commit waits for one" if sees_all and not standbys else ""

@@ -90,6 +90,14 @@ _ALL: Final = (
         "Age of the oldest row of each chunk when a relay sends it",
     ),
     Instrument(
+        "mqlayer.relay.progress.waits", "counter", "{wait}", ("durability",), "process",
+        "Waits for a durability class that ended without it; rows of the outbox stay meanwhile",
+    ),
+    Instrument(
+        "mqlayer.relay.progress.delay", "gauge", "s", ("durability",), "process",
+        "How long a node has not confirmed what waits for a durability class; a second or two while all is well",
+    ),
+    Instrument(
         "mqlayer.large_bodies.moved", "counter", "By", ("operation", "store"), "process",
         "Bytes of large bodies that this process wrote, read or removed, by store",
     ),

@@ -41,14 +41,24 @@ class DurabilityWait:
 
     def packets(self, connection: NodeConnection, prefix: str, partition: int) -> list[bytes]:
         """Return the requests that follow an append to a partition."""
+        return self.shared_packets(connection, prefix, [partition])
+
+    def shared_packets(self, connection: NodeConnection, prefix: str, partitions: Sequence[int]) -> list[bytes]:
+        """Return touches of one server's partitions, then their wait."""
         if not self.replies:
             return []
-        found = [command_packet(touch_command(connection, prefix, partition))]
+        found = [command_packet(touch_command(connection, prefix, partition)) for partition in partitions]
         if self.disk:
             found.append(wait_aof_packet(DISK_WAIT_MS))
         if self.asked:
             found.append(wait_packet(self.asked, self.wait_ms))
         return found
+
+    def shared_lacks(self, replies: Sequence[Any], partitions: Sequence[int]) -> dict[int, str]:
+        """Return what partitions of `shared_packets` lack."""
+        waits = replies[len(partitions) :]
+        lacks = ((one, self.lack([touched, *waits])) for one, touched in zip(partitions, replies, strict=False))
+        return {partition: lack for partition, lack in lacks if lack}
 
     def lack(self, replies: Sequence[Any]) -> str:
         """Return what a message lacks for its class, "" for nothing; replies as asked for by `packets`."""
