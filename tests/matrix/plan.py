@@ -64,6 +64,12 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
         "tests/integration/test_search_paths.py",
         "tests/integration/rights/test_matrix.py",
     ),
+    "cluster": (
+        "tests/integration/failover/test_cluster.py",
+        "tests/integration/failover/test_cluster_tls.py",
+        "tests/integration/failover/test_cluster_users.py",
+    ),
+    "atomic slots": ("tests/matrix/atomic_slots.py",),
     "refusals": ("tests/matrix/old_servers.py",),
     "containers": ("tests/matrix/container_servers.py",),
     "tls": ("tests/matrix/tls_everywhere.py",),
@@ -106,6 +112,8 @@ class MatrixRow:
     parts: tuple[str, ...] = ON_REDIS
     others: tuple[Series, ...] = ()
     """Programs that tests start besides."""
+    full: bool = False
+    """With the tests that are marked so."""
     too_old: bool = False
     """The library takes none of its servers: tests start them themselves, beside others."""
     long: bool = False
@@ -122,7 +130,8 @@ class MatrixRow:
         """Return pytest's arguments: the files of these parts, or of all."""
         chosen = [part for part in self.parts if part in parts or not parts]
         files = [file for part in chosen for file in PARTS[part]]
-        return [*files, *(f"--ignore={file}" for file in LEFT_OUT_OF_UNIT if "unit" in chosen)]
+        left_out = [f"--ignore={file}" for file in LEFT_OUT_OF_UNIT if "unit" in chosen]
+        return [*files, *left_out, *(["--full"] if self.full else [])]
 
 
 REDIS_6: Final = Series("redis", "6.0", "bullseye", "redis-server")
@@ -147,6 +156,10 @@ ROWS: Final = (
     MatrixRow("redis-8.0", POSTGRES_15, REDIS_8),
     MatrixRow("valkey-8.1", POSTGRES_15, VALKEY_8),
     MatrixRow("valkey-9", POSTGRES_15, VALKEY_9),
+    MatrixRow("cluster-redis-7.0", POSTGRES_15, REDIS_7, parts=("cluster",), full=True),
+    MatrixRow("cluster-redis-8.0", POSTGRES_15, REDIS_8, parts=("cluster",), full=True),
+    MatrixRow("cluster-valkey-8.1", POSTGRES_15, VALKEY_8, parts=("cluster",), full=True),
+    MatrixRow("cluster-valkey-9", POSTGRES_15, VALKEY_9, parts=("cluster", "atomic slots"), full=True),
     MatrixRow("postgres-15", POSTGRES_15, REDIS_7, parts=("schema",)),
     MatrixRow("postgres-17", POSTGRES_17, REDIS_7, parts=ON_POSTGRES),
     MatrixRow("postgres-18", POSTGRES_18, REDIS_7, parts=ON_POSTGRES),

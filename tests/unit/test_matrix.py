@@ -42,6 +42,7 @@ def test_a_row_runs_the_files_of_the_parts_that_are_wanted() -> None:
     assert row("valkey-9").arguments(("archive",)) == [*PARTS["archive"]]
     assert row("postgres-17").arguments(("users",)) == []
     assert row("python-3.14").arguments(("unit",))[0] == "tests/unit"
+    assert row("cluster-valkey-9").arguments(("cluster",)) == [*PARTS["cluster"], "--full"]
 
 
 @pytest.mark.parametrize(("version", "fits"), [("9.1.2", True), ("9", True), ("90.1", False), ("8.1.1", False)])

@@ -10,7 +10,7 @@ import redis
 
 from tests.chaos.harness.nemesis import KINDS, Nemesis
 from tests.chaos.harness.run import Run
-from tests.chaos.harness.sites import NodeSite
+from tests.chaos.harness.sites import NodeSite, Site
 from tests.fixtures.clusters import Cluster, cluster_in, slot_of
 from tests.fixtures.kept_connections import ask_postgres
 from tests.proof.node_client import client_at
@@ -21,7 +21,7 @@ TIMEOUT_MS: Final = 3_000
 OF_SERVERS: Final = ("node", "memory", "fail_over", "power_cut", "wipe")
 CLUSTER_KINDS: Final = {
     **{kind: weight for kind, weight in KINDS.items() if kind not in OF_SERVERS},
-    "shard_fail_over": 6, "shard_restart": 3, "shard_wipe": 2, "slot_move": 10,
+    "shard_fail_over": 6, "shard_restart": 3, "shard_wipe": 2, "slot_move": 10, "shard_network": 10,
 }  # fmt: skip
 PLACED: Final = """
 SELECT p.partition_id FROM mqlayer.partition AS p JOIN mqlayer.node AS n USING (node_id)
@@ -29,12 +29,28 @@ WHERE n.name = 'n0' AND p.state <> 'deleted' ORDER BY 1
 """
 
 
+class ShardLines(Site):
+    """The lines to one server of a cluster."""
+
+    def __init__(self, port: int, cleanup: ExitStack) -> None:
+        self.name = f":{port}"
+        self.proxy = cleanup.enter_context(TcpProxy("127.0.0.1", port))
+
+
 class ClusterSite(NodeSite):
-    """A cluster of three shards with a replica each. The proxy leads to one server, which others ask for the slots."""
+    """A cluster of three shards with a replica each, and a proxy in front of each server, whose port it gives out.
+
+    One proxy more leads to the first server, which others ask for the slots.
+    """
 
     def __init__(self, directory: Path, name: str, cleanup: ExitStack) -> None:
-        self.name = name
-        self.cluster: Cluster = cleanup.enter_context(cluster_in(directory / name, timeout_ms=TIMEOUT_MS))
+        self.name, self.lines = name, dict[int, ShardLines]()
+
+        def door(port: int) -> int:
+            self.lines[port] = ShardLines(port, cleanup)
+            return self.lines[port].proxy.port
+
+        self.cluster: Cluster = cleanup.enter_context(cluster_in(directory / name, timeout_ms=TIMEOUT_MS, door=door))
         self.server = self.cluster.servers[0]
         self.proxy = cleanup.enter_context(TcpProxy("127.0.0.1", self.server.port))
 
@@ -45,7 +61,7 @@ class ClusterSite(NodeSite):
         return f"cluster://{','.join(f'127.0.0.1:{port}' for port in seeds)}"
 
     def client(self) -> redis.Redis:
-        """Return a client past the proxy."""
+        """Return a client by the lines to the shards, which are well but for one fault at a time."""
         return client_at(self.cluster.url)
 
 
@@ -90,6 +106,11 @@ class ClusterNemesis(Nemesis):
         site.cluster.ask(primary, "FLUSHALL")
         self._fell_back(site)
         return f"{site.name} :{primary.port}"
+
+    def _shard_network(self) -> str:
+        site = self._cluster_site()
+        lines = site.lines[self._rng.choice(site.cluster.primaries()).port]
+        return f"{self._break_lines(lines)} of {site.name}"
 
     def _slot_move(self) -> str:
         site = self._cluster_site()

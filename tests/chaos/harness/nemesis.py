@@ -180,7 +180,9 @@ class Nemesis:
         return name
 
     def _network(self) -> str:
-        site = self._rng.choice([*self._nodes, *self._nodes, self._database])
+        return self._break_lines(self._rng.choice([*self._nodes, *self._nodes, self._database]))
+
+    def _break_lines(self, site: Site) -> str:
         name = self._rng.choice(["slow", "silent", "deaf", "reset", "cut", "cut", "cut", "unreachable", "half_open"])
         getattr(self, f"_line_{name}")(site)
         site.proxy.heal()

@@ -299,7 +299,7 @@ class Run:
         except pytest.fail.Exception as error:
             yield f"archive: {error}"
             return
-        self._scene.emptied = any(one.kind == "wipe" for one in self._nemesis.struck)
+        self._scene.emptied = any(one.kind in ("wipe", "shard_wipe") for one in self._nemesis.struck)
         for audit in (Scene.leftovers, *self._audits):
             yield from audit(self._scene)
 

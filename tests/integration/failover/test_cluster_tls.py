@@ -22,7 +22,12 @@ from tests.fixtures.shared_members import share
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.timeout(180),
+    # Python itself leaves a socket to be collected where its server ends between connect and handshake.
+    pytest.mark.filterwarnings("ignore:unclosed <ssl.SSLSocket:ResourceWarning"),
+]
 
 StartOverTls = Callable[..., Cluster]
 
