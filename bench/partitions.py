@@ -14,9 +14,9 @@ from bench.stage import FSYNCS, Stage, line_name
 from mqlayer.topics import create_topic
 
 PARTITIONS: Final = (8, 64, 512)
-MESSAGES: Final = 60_000
+MESSAGES: Final = 100_000
 KEYS: Final = tuple(f"key-{number}" for number in range(5_000))
-ROUNDS: Final = 1
+ROUNDS: Final = 3
 
 
 @bench("consume_partitions")

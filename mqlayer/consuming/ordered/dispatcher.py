@@ -88,14 +88,8 @@ class Dispatcher:
     def next_due_s(self) -> float:
         """Return seconds until a delay ends, or infinity."""
         with self.lock:
-            return self._queues.next_due_s()
-
-    def to_reload(self, partitions: Sequence[OwnedPartition]) -> list[OwnedPartition]:
-        """Return the partitions that have spilled key queues to reload."""
-        with self.lock:
             self._queues.collect_finished()
-            self._queues.release_due()
-            return [owned for owned in partitions if owned.spilled]
+            return self._queues.next_due_s()
 
     def queues_to_reload(self, owned: OwnedPartition) -> list[KeyQueue]:
         """Take due spilled key queues."""

@@ -22,13 +22,13 @@ class LockChecks:
         self._turn = 0
 
     def beside(self, readable: Sequence[OwnedPartition], sure: Sequence[OwnedPartition] = ()) -> list[OwnedPartition]:
-        """Return the partitions to check in the write of a read. `sure`: those that have records."""
+        """Return the partitions to check in the write of a read. `sure`: those that have records, in place of guesses."""
         now, known = clock(), set(readable)
         self._busy_until = {owned: until for owned, until in self._busy_until.items() if until > now}
         latest = (owned for owned in reversed(self._busy_until) if owned in known)
         self._turn += 1
         # Each once.
-        return list({*sure, *islice(latest, MOST), readable[self._turn % len(readable)]})
+        return list({*(sure or islice(latest, MOST)), readable[self._turn % len(readable)]})
 
     def found(self, owned: OwnedPartition) -> None:
         """Note that a partition had records."""

@@ -17,7 +17,8 @@ from mqlayer.consuming.ordered.lock_checks import LockChecks
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.ownership import Ownership
 from mqlayer.consuming.ordered.partition_opener import PartitionOpener
-from mqlayer.consuming.ordered.read_turns import ReadPart, ReadTurns
+from mqlayer.consuming.ordered.read_plan import ReadPlan
+from mqlayer.consuming.ordered.read_turns import ReadPart
 from mqlayer.consuming.ordered.record_intake import RecordIntake
 from mqlayer.consuming.ordered.reloader import Reloader, log_of
 from mqlayer.domain.tags import TagFilter
@@ -30,10 +31,6 @@ from mqlayer.redis.read_scripts import select_command, select_reply
 
 log = event_logger(__name__)
 
-READ_COUNT: Final = 500
-SCAN_COUNT: Final = 4_000
-SCAN_BYTES: Final = 4 * 1024 * 1024
-"""Bounds of a read behind a backlog."""
 BLOCK_MS: Final = 100
 """Longest blocking read; delays the notice of new partitions."""
 LIMITED_BLOCK_MS: Final = 50
@@ -65,11 +62,10 @@ class Reader(NodeService):
         self._more = False
         # Whether the last read found anything.
         self._found = False
-        self._lock_checks, self._turns = LockChecks(), ReadTurns()
+        self._lock_checks = LockChecks()
         self._poller = RatePoller(self._rate_limiter)
         self._class_poller = ClassRatePoller(connection, dispatcher.classes)
-        # Rotates the partitions where the rate allows less than one message each.
-        self._round = 0
+        self._plan = ReadPlan(ownership, dispatcher, self._rate_limiter)
 
     def _await_work(self) -> None:
         """Wait in the read."""
@@ -88,15 +84,17 @@ class Reader(NodeService):
             self._ask_rates(opened)
         self._class_poller.poll(owned.lock_holder for owned in opened)
         loaded = self._reloader.load_backlogs(opened)
-        for owned in self._dispatcher.to_reload(opened):
-            self._reloader.reload(owned, self._capacity(owned))
+        are_due = self._dispatcher.next_due_s() <= 0
+        for owned in opened:
+            if are_due or owned.spilled:
+                self._reloader.reload(owned, self._plan.capacity(owned))
         growing = [owned for owned in opened if owned.command is None and not owned.waits_for_replay]
         wanted = self._settings.tag_filter
-        parts = self._choose(growing, one_by_one=wanted is not None)
+        parts = self._plan.parts(growing, filtered=wanted is not None)
         readable = [owned for part in parts for owned in part.partitions]
         if readable:
             block_ms = self._block_ms(opened, held_back=len(readable) < len(growing))
-            if any(owned.backlogs for owned in opened) or self._turns.wait_for_room:
+            if any(owned.backlogs for owned in opened) or self._plan.turns.wait_for_room:
                 if not loaded and not self._found:
                     # Messages that are settled make room, and wake this thread; a read would hold it, and an idle
                     # Redis looks at the ends of such waits every 100 ms only.
@@ -121,50 +119,6 @@ class Reader(NodeService):
         rate_limiter = self._rate_limiter
         rate_ms = BLOCK_MS if rate_limiter.limit is None else rate_limiter.wait_s() * 1000 or LIMITED_BLOCK_MS
         return max(1, int(min(SHORT_BLOCK_MS if short else BLOCK_MS, due_ms + 1, rate_ms + 1)))
-
-    def _choose(self, partitions: list[OwnedPartition], *, one_by_one: bool) -> list[ReadPart]:
-        plain = not one_by_one and self._rate_limiter.limit is None and not self._dispatcher.classes.active
-        if plain and partitions and all(owned.backlogs is None for owned in partitions):
-            shares = self._ownership.shares(partitions[0])
-            size = self._turns.turn_size(len(partitions), shares[0])
-            if size:
-                return self._in_turn(partitions, shares, size)
-        # Behind a backlog others' messages are looked for in large steps: handlers leave this thread little time.
-        most = SCAN_COUNT if any(owned.backlogs for owned in partitions) else READ_COUNT
-        capacities = [(owned, self._read_capacity(owned, most)) for owned in partitions]
-        for owned, capacity in capacities:
-            self._dispatcher.note_full(owned, full=capacity == 0)
-        readable = [(owned, capacity) for owned, capacity in capacities if capacity > 0]
-        count = min([most, *(capacity for _, capacity in readable)])
-        return [ReadPart(*self._within_rate([owned for owned, _ in readable], count))]
-
-    def _in_turn(self, partitions: list[OwnedPartition], shares: tuple[int, int], size: int) -> list[ReadPart]:
-        parts = self._turns.choose(partitions, shares, size)
-        read = {owned for part in parts for owned in part.partitions}
-        for owned in partitions:
-            self._dispatcher.note_full(owned, full=owned not in read)
-        return [part for part in parts if part.partitions]
-
-    def _read_capacity(self, owned: OwnedPartition, most: int) -> int:
-        keeps = self._rate_limiter.limit is None
-        may_read = self._dispatcher.classes.may_read(owned, self._ownership.shares(owned), keeps=keeps)
-        if may_read is None:
-            return self._capacity(owned)
-        # What finds no room waits as offsets.
-        return min(most, 1 + int(SCAN_BYTES / owned.room.record_bytes), max(0, owned.reach)) if may_read else 0
-
-    def _capacity(self, owned: OwnedPartition) -> int:
-        return owned.room.capacity(*self._ownership.shares(owned), READ_COUNT, owned.reach)
-
-    def _within_rate(self, readable: list[OwnedPartition], count: int) -> tuple[list[OwnedPartition], int]:
-        rate_limiter = self._rate_limiter
-        if rate_limiter.limit is None or not readable:
-            return readable, count
-        left = 0 if rate_limiter.wait_s() > 0 else rate_limiter.available_to_read(count * len(readable))
-        self._round += 1
-        at = self._round % len(readable)
-        # `_read` drops records beyond the rate: only the read shows which partitions have any.
-        return (readable[at:] + readable[:at] if left else []), max(1, left // len(readable))
 
     def _ask_rates(self, partitions: list[OwnedPartition]) -> None:
         commands = self._rate_commands(partitions)
@@ -197,7 +151,7 @@ class Reader(NodeService):
     def _read(self, parts: Sequence[ReadPart], block_ms: int, rates: Sequence[Command] = ()) -> None:
         reads = [self._read_command(part, block_ms if len(parts) == 1 else 0) for part in parts]
         readable = [owned for part in parts for owned in part.partitions]
-        checked = self._lock_checks.beside(readable, [owned for owned in readable if self._turns.waits(owned)])
+        checked = self._lock_checks.beside(readable, [owned for owned in readable if self._plan.turns.waits(owned)])
         answers = self._connection.call([*reads, *map(self._check, checked), *rates])
         by_key = {key: entries for reply in answers[: len(reads)] for key, entries in self._streams(reply).items()}
         replies = answers[len(reads) :]
@@ -214,7 +168,7 @@ class Reader(NodeService):
         for part in parts:
             for owned in part.partitions:
                 entries = by_key.get(log_of(owned), ())
-                self._turns.note(owned, len(entries), part.size)
+                self._plan.turns.note(owned, len(entries), part.size)
                 if owned in locks and self._ours(owned, locks[owned]) and entries:
                     self._lock_checks.found(owned)
                     self._intake.put(owned, entries[: self._rate_limiter.available_to_read(len(entries))])
