@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bench.registry import BENCHES, Line, note
@@ -21,6 +22,7 @@ FRAMEWORK = {
     "consumer_process",
     "consumer_notes",
     "fill",
+    "member_process",
     "processes",
     "quick_restarts",
     "registry",
@@ -61,7 +63,7 @@ def show(lines: list[Line]) -> None:
     """Show results as a table."""
     table = Table("name", "value", "unit", "baseline", "ratio", "target", box=None, header_style="bold")
     for line in lines:
-        facts = [line.name, f"{line.value:,.2f}", line.unit]
+        facts = [escape(line.name), f"{line.value:,.2f}", line.unit]
         facts += ["" if fact is None else f"{fact:,.2f}" for fact in (line.baseline, line.ratio, line.target)]
         table.add_row(*facts)
     Console().print(table)

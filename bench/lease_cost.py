@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import os
 import random
@@ -166,7 +167,11 @@ def postgres_cpu_s(dsn: str) -> float:
         row = connection.execute("SELECT pg_backend_pid()").fetchone()
     assert row is not None
     postmaster = int(stat_of(row[0])[1])
-    ticks = [stat_of(pid) for pid in (postmaster, *(one.pid for one in children_of(identify(postmaster))))]
+    ticks = []
+    for pid in (postmaster, *(one.pid for one in children_of(identify(postmaster)))):
+        # One that has ended meanwhile counts with the ended ones.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            ticks.append(stat_of(pid))
     ended = stat_of(postmaster)
     total = sum(int(one[11]) + int(one[12]) for one in ticks) + int(ended[13]) + int(ended[14])
     return total / os.sysconf("SC_CLK_TCK")

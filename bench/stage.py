@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import uuid
@@ -28,6 +29,7 @@ FSYNCS: Final[tuple[Fsync, ...]] = ("always", "everysec")
 BODY: Final = b"x" * 256
 KEYS: Final = tuple(f"key-{number}" for number in range(1_000))
 BATCH: Final = 500
+CONNECTIONS: Final = os.environ.get("BENCH_CONNECTIONS", "200")
 
 
 def line_name(name: str, fsync: Fsync) -> str:
@@ -90,7 +92,7 @@ class Stage:
     def postgres(self) -> PostgresServer:
         """A Postgres that waits for the disk."""
         if self._postgres is None:
-            self._postgres = PostgresServer(self._directory / "postgres")
+            self._postgres = PostgresServer(self._directory / "postgres", options={"max_connections": CONNECTIONS})
             self._cleanup.callback(self._postgres.erase)
             self._postgres.start()
         return self._postgres

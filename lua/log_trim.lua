@@ -49,7 +49,8 @@ if head and offset_of(head) < bound and tonumber(known or '1') < bound then
 end
 local count = redis.call('XTRIM', log_key, 'MINID', '~', string.format('%d-0', floor), 'LIMIT', entry_limit)
 head = redis.call('XRANGE', log_key, '-', '+', 'COUNT', 1)[1]
-local first = head and offset_of(head) or tonumber(meta[2])
+-- The command of a partition that never had a record has offset 0.
+local first = math.max(1, head and offset_of(head) or tonumber(meta[2]))
 -- Also where an earlier call ended before this.
 if string.format('%d', first) ~= known then redis.call('HSET', meta_key, 'first', string.format('%d', first)) end
 return {'trimmed', count, first, unpack(expired)}

@@ -1640,3 +1640,5 @@ CREATE FUNCTION mqlayer_app.version_released_v1(p_name text, p_gap_s double prec
     OUT versions bigint[], OUT bodies bytea[], OUT headers text[], OUT origins text[]) SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.version_set_v1(p_name text, p_entity text, p_version bigint, p_drop boolean DEFAULT false)
     RETURNS int SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.fence_clean_v2(p_horizon interval, p_block bigint, p_blocks int, OUT forgotten int,
+    OUT blocks bigint) SECURITY DEFINER;

@@ -169,7 +169,7 @@ inline die()
 
 inline give_on()
 {
-    /* sql: assignments_release, under member and epoch; then the rebalance, in one transaction. */
+    /* sql: assignments_pass to the target; without one assignments_release and the rebalance. One transaction. */
     atomic {
         !row_locked ->
         if

@@ -61,7 +61,7 @@ def auto_routes(runtime: Runtime, *, times: Times = TIMES, rules: Sequence[AutoR
     """
     if not take_load_samples(runtime, times):
         return AutoPass()
-    topics, cluster = read_auto_topics(runtime.control, times)
+    topics, cluster = read_auto_topics(runtime, times)
     topics = note_capacities(runtime.control, topics)
     stopped = [topic.topic for topic in _judge_all(runtime, topics, times)]
     changed: list[str] = []

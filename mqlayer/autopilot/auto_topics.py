@@ -86,6 +86,8 @@ class AutoTopic:
     minute: int = 0
     paused: bool = False
     home_zone: str = ""
+    unfit: frozenset[NodeId] = frozenset()
+    """Nodes that can't hold its durability class."""
 
     @property
     def capacity_per_s(self) -> float:

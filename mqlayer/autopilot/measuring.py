@@ -27,13 +27,14 @@ from mqlayer.routes.lp_load import sampled_loads
 from mqlayer.runtime.node_pool import NodePool
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
+from mqlayer.topics.durability import durable_topics, unfit_nodes
 
 log = event_logger(__name__)
 
 
-def read_auto_topics(database: Database, times: Times, topic: str | None = None) -> tuple[list[AutoTopic], AutoCluster]:
+def read_auto_topics(runtime: Runtime, times: Times, topic: str | None = None) -> tuple[list[AutoTopic], AutoCluster]:
     """Return topics with automatic routes by their last samples; with `topic`, that one, if it has a policy."""
-    with database.connection() as connection:
+    with runtime.control.connection() as connection:
         rows = connection.execute(query("auto_topics"), {"topic": topic}).fetchall()
         if not rows:
             return [], AutoCluster()
@@ -43,7 +44,8 @@ def read_auto_topics(database: Database, times: Times, topic: str | None = None)
         changes = _changes(connection, wanted)
         nodes = connection.execute(query("auto_nodes"), {"actor": ACTOR}).fetchall()
     topics = [_topic(row, clock, partitions.get(row[0], ()), changes.get(row[0], ())) for row in rows]
-    return topics, _cluster(nodes, topics)
+    durable = durable_topics(runtime)
+    return [replace(one, unfit=unfit_nodes(durable, one.topic)) for one in topics], _cluster(nodes, topics)
 
 
 def _topic(

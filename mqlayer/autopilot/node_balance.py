@@ -18,6 +18,7 @@ from mqlayer.routes import DrainMove
 from mqlayer.routes.drain_plan import change_pauses
 from mqlayer.routes.node_loads import PlacedPartition, SystemLoads, read_loads
 from mqlayer.runtime.runtime import Runtime
+from mqlayer.topics.durability import DurableTopic, durable_topics, unfit_nodes
 
 MOVES_MOST: Final = 100
 """Of one plan."""
@@ -57,13 +58,13 @@ def plan_balance(runtime: Runtime) -> BalancePlan:
         for node, name, _, draining, zone, _, _, cpu, memory, _ in rows
     }
     pause_s, longest_s = change_pauses(runtime)
-    return BalancePlan(_moves(loads, nodes), pause_s, longest_s)
+    return BalancePlan(_moves(loads, nodes, durable_topics(runtime)), pause_s, longest_s)
 
 
-def _moves(loads: SystemLoads, nodes: dict[NodeId, AutoNode]) -> list[BalanceMove]:
+def _moves(loads: SystemLoads, nodes: dict[NodeId, AutoNode], durable: Mapping[str, DurableTopic]) -> list[BalanceMove]:
     limits = {one.node: one.memory_limit for one in loads.nodes}
     placed = {one.partition: one for one in loads.partitions}
-    topics = _topics(loads)
+    topics = _topics(loads, durable)
     moves: list[BalanceMove] = []
     while len(moves) < MOVES_MOST:
         cluster = AutoCluster(list(nodes.values()))
@@ -80,7 +81,7 @@ def _moves(loads: SystemLoads, nodes: dict[NodeId, AutoNode]) -> list[BalanceMov
     return moves
 
 
-def _topics(loads: SystemLoads) -> dict[int, AutoTopic]:
+def _topics(loads: SystemLoads, durable: Mapping[str, DurableTopic]) -> dict[int, AutoTopic]:
     """Return topics by id, with the partitions that may move."""
     found: dict[int, list[PlacedPartition]] = {}
     for one in loads.partitions:
@@ -90,7 +91,7 @@ def _topics(loads: SystemLoads) -> dict[int, AutoTopic]:
         topic: AutoTopic(
             topic, ones[0].topic, 0, RoutePolicy(), PolicyState(),
             tuple(AutoPartition(one.partition, one.node, 0, 0, figures=LoadFigures(one.per_s)) for one in ones),
-            home_zone=ones[0].home_zone,
+            home_zone=ones[0].home_zone, unfit=unfit_nodes(durable, ones[0].topic),
         )
         for topic, ones in sorted(found.items())
     }  # fmt: skip

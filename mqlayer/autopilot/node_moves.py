@@ -62,8 +62,8 @@ def _leaves(topic: AutoTopic, cluster: AutoCluster) -> bool:
 
 
 def _targets(topic: AutoTopic, nodes: Sequence[AutoNode], source: AutoNode) -> list[AutoNode]:
-    """Return nodes with room, those of the topic's home zone if it has any, the least loaded first."""
-    others = [one for one in nodes if one.node != source.node and _has_room(one)]
+    """Return nodes with room that hold its class, in the home zone if that has nodes, the least loaded first."""
+    others = [one for one in nodes if one.node not in {source.node, *topic.unfit} and _has_room(one)]
     at_home = [one for one in nodes if topic.home_zone and one.zone == topic.home_zone]
     allowed = [one for one in others if one in at_home] if at_home else others
     return sorted(allowed, key=lambda one: (one.per_s, one.partitions, one.node))

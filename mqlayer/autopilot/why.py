@@ -56,7 +56,7 @@ class RouteReport:
 
 def explain_routes(runtime: Runtime, topic: str, *, last: int = 10, times: Times = TIMES) -> RouteReport:
     """Return what the autopilot knows of a topic. Raises NotFound without a policy."""
-    topics, cluster = read_auto_topics(runtime.control, times, topic)
+    topics, cluster = read_auto_topics(runtime, times, topic)
     if not topics:
         load_route(runtime.control, topic)
         raise NotFound("policy of topic", topic, f"its routes are changed by hand: mqlayer route auto {topic} --report")

@@ -29,7 +29,7 @@ from mqlayer.redis.acl_check import RequiredAccess
 from mqlayer.redis.node_connection import Node
 from mqlayer.redis.roles import RedisRole
 from mqlayer.redis.server_info import describe_access, read_access
-from mqlayer.routes import carry_out_moves, drain_node, give_up_node, plan_drain
+from mqlayer.routes import carry_out_moves, drain_node, give_up_node, plan_drain, refuse_class_loss
 from mqlayer.settings import Settings
 from mqlayer.topics import (
     find_node,
@@ -129,7 +129,7 @@ def rearm(
 
 @nodes.command(cls=RuledCommand, rich_help_panel=LOOK)
 @excludes(
-    "--check", "--password-file", "--password-stdin", "--acl-file", "--redis",
+    "--check", "--password-file", "--password-stdin", "--acl-file", "--redis", "--cluster",
     why="--check asks the nodes about the user that is there, and prints no rules",
 )  # fmt: skip
 @excludes("--password-file", "--password-stdin", why="a user has one password")
@@ -140,6 +140,7 @@ def acl(
     password_stdin: Annotated[bool, typer.Option("--password-stdin", help="Read the password from stdin.")] = False,
     acl_file: Annotated[bool, typer.Option("--acl-file", help="Print a line for an ACL file.")] = False,
     redis: Annotated[RedisRelease, typer.Option(help="The oldest server that must take it.")] = RedisRelease.SEVEN,
+    cluster: Annotated[bool, typer.Option("--cluster", help="For the servers of a Redis Cluster.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Ask every node whether the user may do all that.")] = False,
 ) -> None:
     """Print the rules of a Redis user: exactly what its processes need.
@@ -156,10 +157,11 @@ def acl(
         password = typer.get_text_stream("stdin").readline().rstrip("\r\n")
         if not password:
             raise InvalidInput("there is no password on stdin")
-    form = acl_file_line if acl_file else setuser_command
-    version = ACL_VERSIONS[redis]
+    line = acl_file_line(
+        name, chosen, prefix=settings.key_prefix, password=password, version=ACL_VERSIONS[redis], cluster=cluster
+    )
     # A rule is copied as a whole.
-    echo(form(name, chosen, prefix=settings.key_prefix, password=password, version=version), lines=True)
+    echo(line if acl_file else setuser_command(line), lines=True)
 
 
 def _check(settings: Settings, roles: list[RedisRole], user: str) -> None:
@@ -168,12 +170,10 @@ def _check(settings: Settings, roles: list[RedisRole], user: str) -> None:
         found = list_nodes(database)
     for node in found:
         for role in roles:
-            rights = read_access(node, RequiredAccess(role, settings.key_prefix), user=user)
+            required = RequiredAccess(role, settings.key_prefix, node.is_cluster)
+            rights = read_access(node, required, user=user)
             failed = failed or bool(rights.missing)
-            echo(
-                f"{node.name} ({node.address}), {role}: "
-                f"{describe_access(rights, RequiredAccess(role, settings.key_prefix))}"
-            )
+            echo(f"{node.name} ({node.address}), {role}: {describe_access(rights, required)}")
     if failed:
         raise typer.Exit(1)
 
@@ -296,7 +296,7 @@ def lost(
     """Give up a node that never comes back: move its partitions, report the loss."""
     with runtime_here() as runtime:
         if not yes:
-            find_node(runtime.control, name)
+            refuse_class_loss(runtime, find_node(runtime.control, name))
             echo_plan(f"node {name} would be given up, and messages that only it holds are lost: better wait for it")
             return
         check_change(runtime.control)

@@ -16,6 +16,9 @@ ADVICE: Final[Mapping[str, str]] = {
     "MqlayerNodeAway":
         "Start it, or repair its network: workers and relays arm it within seconds of its return. If it moved, its "
         "page changes its address.",
+    "MqlayerCommitsWait":
+        "Let an administrator of Postgres start the standby again; the statement below shows which are there. To go "
+        "on without one, set synchronous_standby_names to ''.",
     "MqlayerOutboxLate": "The page of the outbox shows which node the messages wait for, and what holds them.",
     "MqlayerTransactionOpen":
         "Let an administrator of Postgres end its session with the statement below; then set "

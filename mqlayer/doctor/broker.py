@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mqlayer.doctor.findings import CheckStatus, Finding
 from mqlayer.doctor.nodes import CheckedNode
@@ -27,13 +27,21 @@ def ask_broker(url: str, *, timeout_s: float, access: NodeAccess | None = None) 
 
 
 def check_apart(url: str, broker: ServerInfo, nodes: Sequence[CheckedNode]) -> Finding:
-    """Report a broker on a node's Redis."""
-    shared = [checked.node.name for checked in nodes if checked.answers.run_id == broker.run_id]
+    """Report a broker on a node's Redis, or on a shard of one."""
+    shared = [name for checked in nodes for name, run_id in _runs(checked) if run_id == broker.run_id]
     subject = broker_subject(url)
     if not shared:
         return Finding("broker apart", subject, CheckStatus.OK, "no node is on its Redis")
     fix = "give Celery a Redis of its own (MQLAYER_BROKER_URL): a full broker would stop the node's partitions"
     return Finding("broker apart", subject, CheckStatus.WARNING, f"the same Redis as node {', '.join(shared)}", fix)
+
+
+def _runs(checked: CheckedNode) -> Iterator[tuple[str, str]]:
+    """Yield the servers of a node by name, with their runs."""
+    name = checked.node.name
+    yield name, checked.answers.run_id
+    for address, shard in checked.answers.shards.items():
+        yield f"{name} shard {address}", shard.run_id
 
 
 def broker_subject(url: str) -> str:

@@ -74,7 +74,7 @@ def diagnose_node(registered: RegisteredNode, prefix: str, limits: CheckLimits) 
     node, lost_at, classes = registered
     name = node_subject(node)
     try:
-        answers = read_server_info(node.url, timeout_s=limits.connect_s, node=node.name)
+        answers = read_server_info(node.url, timeout_s=limits.connect_s, node=node.name, armed=node.armed_run_id)
     except MqlayerError as error:
         if lost_at is not None:
             return ServerReport(

@@ -11,6 +11,7 @@ from mqlayer.doctor.problem_history import Problem
 
 EFFECTS: Final[Mapping[str, str]] = {
     "MqlayerSchemaMismatch": "Processes of the other version refuse to work, and nothing else was looked at.",
+    "MqlayerCommitsWait": "No commit ends: publishers, effects, leases and relays' progress wait; nothing is lost.",
     "MqlayerOutboxSuspect": "No committed message reaches its consumers until the outbox is recovered.",
     "MqlayerJobsLate": "Nothing is trimmed, archived or repaired, dead members keep partitions longer, and curves end.",
     "MqlayerBreakerOpen": "Nothing of the group is handled but probes; no attempt counts, and its lag grows.",

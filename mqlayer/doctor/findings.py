@@ -65,7 +65,7 @@ class CheckLimits:
     """Time to report a replaced Postgres."""
     clock_s: float = 1.0
     """Clock difference to this machine; only ever a warning."""
-    synchronous_s: float = 5.0
+    synchronous_s: float = ALERTS["MqlayerCommitsWait"].above
     """Wait of a COMMIT for a synchronous standby."""
     slot_transactions: float = 1e6
     """Transactions for which a replica holds rows back."""

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from mqlayer.doctor.effects import with_help
 from mqlayer.doctor.findings import format_seconds
-from mqlayer.doctor.postgres import OpenTransaction
+from mqlayer.doctor.postgres import OpenTransaction, describe_commit_wait
 from mqlayer.doctor.problem_history import OpenProblem, Problem, ProblemPlace, open_problems, put_problems
 from mqlayer.errors import MqlayerError, SchemaMismatch
 from mqlayer.groups.breaker import BreakerFacts
@@ -49,6 +49,7 @@ BUSY_PER_S: Final = 20.0
 """A hot partition is told from here on where nothing lags yet."""
 STANDSTILL_S: Final = 3_600.0
 """How far back a look searches for the last messages that were committed or relayed."""
+STANDBYS: Final = "SELECT application_name, state, sync_state FROM pg_stat_replication"
 SCHEMAS: Final = "schemas"
 RANK: Final = {"critical": 0, "warning": 1, "note": 2}
 ORDER: Final = {name: place for place, name in enumerate(ALERTS)}
@@ -244,6 +245,25 @@ def _away(one: NodeStatus) -> str:
     }[one.state]
 
 
+def _commits(look: HealthLook) -> Iterator[Problem]:
+    yield from _waiting_commits(look, look.runtime.control, "control")
+
+
+def _waiting_commits(look: HealthLook, database: Database, schema: SchemaName) -> Iterator[Problem]:
+    alert = ALERTS["MqlayerCommitsWait"]
+    ((_, _, _, _, _, names, *_rest),) = look.rows("check_server", database=database)
+    sees_all = look.rows("check_statistics_allowed", database=database)[0][0]
+    if not sees_all:
+        look.unseen.add(alert.name)
+    if not names:
+        return
+    ((standbys, waiting, waited_s),) = look.rows("check_synchronous", database=database)
+    text = describe_commit_wait(standbys, waiting, waited_s, sees_all=sees_all, limit_s=alert.above)
+    if text:
+        since = _before(waited_s) if waiting else None
+        yield Problem(alert, f"{database.address}: {text}", since, item=schema, command=STANDBYS)
+
+
 def _outbox(look: HealthLook) -> Iterator[Problem]:
     database, totals = look.runtime.outbox, look.totals
     mismatch = list(_schema(database, "application"))
@@ -252,6 +272,8 @@ def _outbox(look: HealthLook) -> Iterator[Problem]:
         return
     yield from _recovery(look, database)
     yield from _transactions(look, database)
+    if database.dsn != look.runtime.control.dsn:
+        yield from _waiting_commits(look, database, "application")
     ((totals.outbox, totals.outbox_s),) = look.rows("check_outbox", database=database)
     late = ALERTS["MqlayerOutboxLate"]
     if totals.outbox_s > late.above:
@@ -570,6 +592,7 @@ def _processes(look: HealthLook) -> Iterator[Problem]:
 
 FINDERS: Final[Mapping[str, Finder]] = {
     "nodes": _nodes,
+    "commits": _commits,
     "outbox": _outbox,
     "groups": _groups,
     "parked and dead messages": _failures,

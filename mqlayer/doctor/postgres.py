@@ -70,14 +70,18 @@ def check_durability(checked: CheckedDatabase, limits: CheckLimits) -> list[Find
     return found or [Finding("durability", subject, CheckStatus.OK, seen)]
 
 
+def describe_commit_wait(standbys: int, waiting: int, waited_s: float, *, sees_all: bool, limit_s: float) -> str:
+    """Return how commits wait for a standby, or ''."""
+    if waited_s >= limit_s:
+        return f"{waiting} commits wait for a synchronous standby, the first for {format_seconds(waited_s)}"
+    return "no synchronous standby is there: each commit waits for one" if sees_all and not standbys else ""
+
+
 def _synchronous(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
-    standbys, waiting, waited_s = checked.row("check_synchronous")
     sees_all = checked.row("check_statistics_allowed")[0]
-    if waited_s >= limits.synchronous_s:
-        seen = f"{waiting} commits wait for a synchronous standby, the first for {format_seconds(waited_s)}"
-    elif sees_all and not standbys:
-        seen = "no synchronous standby is there: each commit waits for one"
-    else:
+    waits = checked.row("check_synchronous")
+    seen = describe_commit_wait(*waits, sees_all=sees_all, limit_s=limits.synchronous_s)
+    if not seen:
         return []
     fix = (
         "start the standby again; to go on without one: ALTER SYSTEM SET synchronous_standby_names = '', "

@@ -13,7 +13,8 @@ from mqlayer.redis.server_info import describe_access, read_access
 def check_default_user(node: Node, subject: str, prefix: str, limits: CheckLimits) -> list[Finding]:
     """Report missing rights of `default`: Redis loads the append-only file with them."""
     try:
-        rights = read_access(node, RequiredAccess(RedisRole.WORKER, prefix), user="default", timeout_s=limits.connect_s)
+        required = RequiredAccess(RedisRole.WORKER, prefix, node.is_cluster)
+        rights = read_access(node, required, user="default", timeout_s=limits.connect_s)
     except MqlayerError as error:
         return [Finding("default user", subject, CheckStatus.UNKNOWN, str(error), ASK_AGAIN)]
     if not rights.missing:
@@ -24,7 +25,7 @@ def check_default_user(node: Node, subject: str, prefix: str, limits: CheckLimit
 
 def check_own_rights(node: Node, subject: str, prefix: str, limits: CheckLimits) -> Finding:
     """Check this command's user only."""
-    required = RequiredAccess(RedisRole.VIEWER, prefix)
+    required = RequiredAccess(RedisRole.VIEWER, prefix, node.is_cluster)
     try:
         rights = read_access(node, required, timeout_s=limits.connect_s)
     except MqlayerError as error:

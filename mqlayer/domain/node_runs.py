@@ -9,6 +9,8 @@ NO_ID: Final = "0"
 SHOWN_ID: Final = 12
 DIVIDER: Final = " "
 """Between the shards of a cluster's run."""
+MEMBER_LENGTH: Final = 10
+"""Of a shard's name in runs."""
 MAX_SHARDS: Final = 20
 """Of a cluster: its run is a text of a kilobyte at most."""
 
@@ -32,7 +34,7 @@ def cluster_run(shards: Iterable[ShardRun]) -> str:
     entries = []
     for shard in shards:
         process, _, followed = shard.run.partition("/")
-        entries.append(f"{process[:16]}/{followed}@{shard.member[:10]}.{shard.slots_digest[:6]}")
+        entries.append(f"{process[:16]}/{followed}@{shard.member[:MEMBER_LENGTH]}.{shard.slots_digest[:6]}")
     return DIVIDER.join(sorted(entries))
 
 
@@ -51,6 +53,21 @@ def is_same_run(found: str, armed: str | None) -> bool:
 def is_unchanged(shard: ShardRun, armed: str | None) -> bool:
     """Whether a shard is armed, with the slots that it had then."""
     return armed is not None and cluster_run([shard]) in armed.split(DIVIDER)
+
+
+def is_armed_shard(shard: ShardRun, armed: str | None) -> bool:
+    """Whether a shard is armed, with any slots."""
+    return armed is not None and _without_slots(cluster_run([shard])) <= _without_slots(armed)
+
+
+def members_of(run: str | None) -> frozenset[str]:
+    """Return shards' names, as runs have them."""
+    return frozenset(one.partition("@")[2].partition(".")[0] for one in (run or "").split(DIVIDER)) - {""}
+
+
+def is_member(member: str, names: Collection[str]) -> bool:
+    """Whether `members_of` has a server."""
+    return member[:MEMBER_LENGTH] in names
 
 
 def short_run(run: str | None) -> str:

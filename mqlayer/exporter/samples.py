@@ -35,6 +35,7 @@ def control_samples(runtime: Runtime, *, by_partition: bool = False) -> Samples:
     for topic, group, wanted in _rows(runtime.control, "metrics_members_wanted", lag_target_s=lag_target_s):
         if wanted is not None:
             found["mqlayer.group.members_wanted"].append((wanted, _labels((topic, group))))
+    _add_commit_wait(found, runtime.control, "control")
     _add_nodes(found, _row(runtime.control, "metrics_nodes"), statuses)
     _add_changes(found, _row(runtime.control, "metrics_route_changes"))
     for topic, changes, stopped, hot in _rows(runtime.control, "metrics_autopilot"):
@@ -68,7 +69,8 @@ def outbox_samples(database: Database) -> Samples:
         "mqlayer.relays.unowned_lp_sets": unowned,
         "mqlayer.versions.overdue": _row(database, "check_versions")[0],
     }
-    found: Samples = {name: [(value, {})] for name, value in values.items()}
+    found: Samples = defaultdict(list, {name: [(value, {})] for name, value in values.items()})
+    _add_commit_wait(found, database, "application")
     found["mqlayer.large_bodies.stored"] = [
         (size, {"state": state, "store": store})
         for store, *sizes in _rows(database, "metrics_large_bodies")
@@ -161,6 +163,13 @@ def _add_failures(found: Samples, counts: Iterable[FailureCounts], live: set[Gro
             if total[f"ever {event}"]:
                 # Of few groups, and series are bounded.
                 found["mqlayer.group.events"].append((total[f"ever {event}"], _labels(name, outcome=event)))
+
+
+def _add_commit_wait(found: Samples, database: Database, schema: str) -> None:
+    # Without that right, all waits of others look like none.
+    if _row(database, "check_statistics_allowed")[0]:
+        _, _, waited_s = _row(database, "check_synchronous")
+        found["mqlayer.postgres.commit_wait"].append((waited_s, {"schema": schema}))
 
 
 def _add_nodes(found: Samples, row: tuple[Any, ...], statuses: Iterable[GroupStatus]) -> None:

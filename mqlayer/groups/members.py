@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from mqlayer.domain.deployments import MAIN
@@ -20,13 +20,20 @@ from mqlayer.errors import Conflict, GroupRetired, InstanceTaken, NotFound, Tran
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.breaker import CLOSED, BreakerReply
 from mqlayer.groups.rebalance import change_group, rebalance
+from mqlayer.groups.wakeups import wakeups
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.protocol import InForce, code_facts
 from mqlayer.postgres.queries import query
+from mqlayer.randomness import RNG
+from mqlayer.runtime.heartbeat_sender import HeartbeatSender
 
 OF_BREAKER: Final = 7
 OF_GROUP: Final = 10 + OF_BREAKER + RULES_COUNT
 """Columns of `member_assignments` about the group."""
+GROUP_HEARTBEATS: Final = 250
+"""A group's heartbeats per second, as far as a third of the lease allows."""
+LOOKS: Final = 3
+"""Looks at a group per second, by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,28 @@ class HeartbeatReply:
     served: ServedProtocols = field(default=ServedProtocols(0, 0, 0), compare=False)
 
 
+@dataclass(slots=True)
+class HeardGroup:
+    """A session's last reply, so that the next heartbeat reads less. `members`: living ones."""
+
+    state: str = ""
+    reply: HeartbeatReply = HeartbeatReply(known=True, replaced=False)
+    members: int = 0
+    wants_all: bool = True
+
+    def looks(self, chance: float) -> bool:
+        """Say whether to look at the whole group, by a random number below 1."""
+        return chance * min(self.members, GROUP_HEARTBEATS) < LOOKS
+
+    def is_current(self, state: str) -> bool:
+        """Say whether the reply still holds."""
+        return not self.wants_all and state == self.state
+
+    def note(self, state: str, reply: HeartbeatReply, members: int) -> None:
+        """Note a reply."""
+        self.state, self.reply, self.members, self.wants_all = state, reply, members, False
+
+
 class MemberReplaced(Conflict):
     """Another process took the member's id, or an operator evicted it."""
 
@@ -133,7 +162,7 @@ def join(
     }
     failpoint("member.before_join")
 
-    def work(connection: Connection) -> MemberSession:
+    def work(connection: Connection) -> tuple[bool, MemberSession]:
         _refuse_to_admit(connection, group_id, member_id)
         if own is not None:
             connection.execute(query("members_spare"), facts)
@@ -143,14 +172,28 @@ def join(
                 f"member {member_id!r} has a session of somebody else's", "start under another member id"
             )
         # New epochs refuse the acks of an earlier process of this id.
-        connection.execute(query("assignment_renew"), facts)
-        rebalance(connection, group_id)
+        renewed = connection.execute(query("assignment_renew"), facts).rowcount
+        known = own is not None or renewed > 0
+        if known:
+            rebalance(connection, group_id)
         failpoint("member.before_join_commit")
-        return MemberSession(group_id, member_id, *row)
+        return known, MemberSession(group_id, member_id, *row)
 
-    joined = change_group(database, group_id, work)
+    known, joined = change_group(database, group_id, work)
     failpoint("member.after_join_commit")
+    if not known:
+        _place(database, joined)
     return joined
+
+
+def _place(database: Database, joined: MemberSession) -> None:
+    """Rebalance, unless another's rebalance has placed the member."""
+
+    def work(connection: Connection) -> None:
+        if connection.execute(query("member_placed"), _facts(joined)).fetchone() is None:
+            rebalance(connection, joined.group_id)
+
+    change_group(database, joined.group_id, work)
 
 
 def _refuse_to_admit(connection: Connection, group_id: int, member_id: str) -> None:
@@ -176,32 +219,44 @@ def send_heartbeat(
     lease_s: float,
     own: Collection[int] = (),
     in_force: InForce | None = None,
+    heard: HeardGroup | None = None,
+    sender: HeartbeatSender | None = None,
 ) -> HeartbeatReply:
     """Extend the lease, rebalance if needed, return the member's partitions.
 
     `own`: this process's other sessions, from unanswered joins. `in_force`: the version that it acts on, until the
-    reply names another.
+    reply names another. `heard`: by this session before. `sender`: shared by members of a process.
     """
-    in_force = in_force or InForce()
+    in_force, heard = in_force or InForce(), heard or HeardGroup()
     facts = _facts(session) | {"lease_s": lease_s, "acts_on": in_force.version}
-    with database.connection() as connection:
-        row = connection.execute(query("member_beat"), facts).fetchone()
-        known, unbalanced, *versions = row or (0, False, 0, 0, 0)
-        served = ServedProtocols(*versions)
-        in_force.note(served.in_force)
-        if not known:
-            newest = connection.execute(query("member_session"), facts).fetchone()
-            ours = {session.session, *own}
-            # Lower than all of this process's: the database lost our join.
-            return HeartbeatReply(
-                known=False,
-                replaced=newest is not None and newest[0] not in ours and newest[0] > min(ours),
-                served=served,
-            )
+    row = database.first_row(query("member_beat"), facts) if sender is None else sender.send(facts)
+    known, *versions, allocation, now_ms, state = row or (0, 0, 0, 0, 0, 0, "")
+    served = ServedProtocols(*versions)
+    in_force.note(served.in_force)
+    if not known:
+        newest = database.first_row(query("member_session"), facts)
+        ours = {session.session, *own}
+        # Lower than all of this process's: the database lost our join.
+        replaced = newest is not None and newest[0] not in ours and newest[0] > min(ours)
+        return HeartbeatReply(known=False, replaced=replaced, served=served)
+    unbalanced = heard.looks(RNG.random()) and database.first_row(query("group_unbalanced"), facts) == (True,)
     if unbalanced:
         _rebalance_if_free(database, session.group_id, lock_wait_s=lease_s / 8)
-    with database.connection() as connection:
-        rows = connection.execute(query("member_assignments"), facts).fetchall()
+    if unbalanced or not heard.is_current(state):
+        rows = database.rows(query("member_assignments"), facts)
+        (members,) = database.first_row(query("members_counted"), facts) or (0,)
+        # What changed between the two statements is read with the next heartbeat: its state is another one.
+        heard.note(state, _reply(rows), members)
+        allocation = max(allocation, heard.reply.allocation)
+    return replace(
+        heard.reply,
+        allocation=allocation,
+        now_ms=max(now_ms, heard.reply.now_ms),
+        served=served,
+    )
+
+
+def _reply(rows: Sequence[Any]) -> HeartbeatReply:
     assigned = tuple(Assignment(*row[:-OF_GROUP]) for row in rows if row[0] is not None)
     facts_of_group: Sequence[Any] = (
         rows[0][-OF_GROUP:] if rows else (False, 0, "settle", 0, None, None, 0, *[None] * OF_BREAKER, NO_FILTER, 0, 0)
@@ -209,24 +264,20 @@ def send_heartbeat(
     archived, ttl_s, expired, now_ms, per_s, burst, share_count, *more = facts_of_group
     tag_filter, parking_version, allocation, *columns = more[OF_BREAKER:]
     rules = RetryRules.of(columns) if columns else None
-    rate = RateLimit.of(per_s, burst, share_count or 0)
-    breaker = _breaker(more[:OF_BREAKER])
-    class_rate = None if rules is None else RateLimit.of(rules.class_rate, None, share_count or 0)
     return HeartbeatReply(
-        True,
-        False,
-        allocation,
-        rules,
-        parking_version,
-        tag_filter,
-        archived,
-        TimeToLive(ttl_s, expired),
-        now_ms,
-        rate,
-        assigned,
-        breaker,
-        class_rate,
-        served,
+        known=True,
+        replaced=False,
+        allocation=allocation,
+        rules=rules,
+        parking_version=parking_version,
+        tag_filter=tag_filter,
+        archived=archived,
+        time_to_live=TimeToLive(ttl_s, expired),
+        now_ms=now_ms,
+        rate=RateLimit.of(per_s, burst, share_count or 0),
+        assignments=assigned,
+        breaker=_breaker(more[:OF_BREAKER]),
+        class_rate=None if rules is None else RateLimit.of(rules.class_rate, None, share_count or 0),
     )
 
 
@@ -236,9 +287,19 @@ def _breaker(facts: Sequence[Any]) -> BreakerReply:
 
 
 def release(database: Database, session: MemberSession, *assigned: Assignment) -> None:
-    """Release partitions and rebalance, in one transaction."""
+    """Release partitions and give them to their next owners, in one transaction."""
     given = {"partitions": [one.partition for one in assigned], "epochs": [one.epoch for one in assigned]}
-    _change(database, session, "assignments_release", _facts(session) | given)
+    facts = _facts(session) | given
+
+    def work(connection: Connection) -> None:
+        next_owners = {row[0] for row in connection.execute(query("assignments_pass"), facts).fetchall()}
+        if next_owners:
+            payloads = wakeups(session.group_id, next_owners)
+            connection.execute(query("allocation_raise_for"), facts | {"payloads": payloads})
+        if connection.execute(query("assignments_release"), facts).rowcount:
+            rebalance(connection, session.group_id)
+
+    change_group(database, session.group_id, work)
 
 
 def renew(database: Database, session: MemberSession, assigned: Assignment) -> None:

@@ -13,6 +13,7 @@ from mqlayer.domain.assignment import Zones, assign, assign_by_rate
 from mqlayer.domain.deployments import Deployments, assign_each
 from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import MqlayerError
+from mqlayer.groups.wakeups import wakeups
 from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
@@ -75,16 +76,19 @@ def rebalance(connection: Connection, group_id: int) -> bool:
     zones = {member: zone for member, _, _, zone in members}
     desired = _desired(rows, staying, zones, by_rate=locked is not None and locked[3] == "rate")
     steps: dict[str, dict[PartitionId, str | None]] = {}
+    concerned: set[str] = set()
     for partition, owner, _, target, *_ in rows:
         wanted = desired.get(PartitionId(partition))
         name = _step(owner if owner in live else None, wanted, target, owned=owner is not None)
         if name is not None:
             steps.setdefault(name, {})[PartitionId(partition)] = wanted
+            # Whose partition is wanted by another releases it; the other hears when that is done.
+            concerned.update(filter(None, [owner if owner in live else wanted]))
     # One statement per step, not a round trip per partition.
     for name, given in steps.items():
         connection.execute(query(name), group | {"partitions": list(given), "members": list(given.values())})
     if steps:
-        connection.execute(query("allocation_raise"), group)
+        connection.execute(query("allocation_raise_for"), group | {"payloads": wakeups(group_id, concerned)})
     connection.execute(query("members_forget"), group)
     return bool(steps)
 

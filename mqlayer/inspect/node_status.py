@@ -117,7 +117,8 @@ def _ask(nodes: Sequence[Node], within_s: float) -> dict[NodeId, tuple[ServerInf
 
     def one(node: Node) -> None:
         try:
-            found[node.node_id] = read_server_info(node.url, timeout_s=within_s, node=node.name), ""
+            server = read_server_info(node.url, timeout_s=within_s, node=node.name, armed=node.armed_run_id)
+            found[node.node_id] = server, ""
         except MqlayerError as error:
             found[node.node_id] = None, str(error)
 

@@ -5,6 +5,8 @@ The checks' order matters: a message is parked or dead in Postgres before it is 
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -27,14 +29,15 @@ Floor = float | None
 """Older messages are settled (Unix time); None: all are."""
 
 
-def clean_inbox(runtime: Runtime, *, horizon_s: float) -> int:
-    """Forget rows; return how many. Skips groups with a silent node. Safe to run concurrently."""
+def clean_inbox(runtime: Runtime, *, horizon_s: float, at_most_s: float = 0.0) -> int:
+    """Forget rows: a million per group, more until `at_most_s`; return how many. Skips groups with a silent node."""
+    until = time.monotonic() + at_most_s
     with runtime.outbox.connection() as connection:
         rows = connection.execute(query("inbox_groups"), {"horizon_s": horizon_s}).fetchall()
     floors = _floors(runtime, [group_id for (group_id,) in rows])
     gone = 0
     for group_id, floor in floors.items():
-        gone += _clean_group(runtime, group_id, floor, horizon_s)
+        gone += _clean_group(runtime, group_id, floor, horizon_s, until)
     if gone:
         log.info("inbox_cleaned", extra={"rows": gone})
     return gone
@@ -65,9 +68,9 @@ def _floors(runtime: Runtime, groups: Iterable[int]) -> Mapping[int, Floor]:
     return floors
 
 
-def _clean_group(runtime: Runtime, group_id: int, floor: Floor, horizon_s: float) -> int:
+def _clean_group(runtime: Runtime, group_id: int, floor: Floor, horizon_s: float, until: float) -> int:
     gone = 0
-    for _ in range(ROUNDS):
+    for tried in itertools.count(1):
         wanted = {"group_id": group_id, "horizon_s": horizon_s, "floor_s": floor, "limit": ROWS_AT_ONCE}
         with runtime.outbox.connection() as connection:
             rows = connection.execute(query("inbox_old"), wanted).fetchall()
@@ -84,6 +87,6 @@ def _clean_group(runtime: Runtime, group_id: int, floor: Floor, horizon_s: float
                 connection.execute(query("inbox_keep"), {"group_id": group_id, "ids": ids[True]})
             facts = {"group_id": group_id, "ids": ids[False], "horizon_s": horizon_s}
             gone += connection.execute(query("inbox_forget"), facts).rowcount
-        if len(rows) < ROWS_AT_ONCE:
+        if len(rows) < ROWS_AT_ONCE or (tried >= ROUNDS and time.monotonic() >= until):
             break
     return gone

@@ -71,7 +71,7 @@ def _rotate_outbox(runtime: Runtime, _: float) -> None:
 
 def _clean_fence(runtime: Runtime, every_s: float) -> None:
     """Delete applied seqs beyond redelivery."""
-    clean_fence(runtime.outbox, at_most_s=CLEANING_PART * every_s)
+    clean_fence(runtime.outbox, at_most_s=CLEANING_PART * every_s, every_s=every_s)
 
 
 def _clean_marks(runtime: Runtime, _: float) -> None:
@@ -142,9 +142,9 @@ def _clean_dedup(runtime: Runtime, _: float) -> None:
     clean_dedup(runtime.outbox, window_s=runtime.settings.dedup_window_s)
 
 
-def _clean_inbox(runtime: Runtime, _: float) -> None:
+def _clean_inbox(runtime: Runtime, every_s: float) -> None:
     """Delete inbox rows beyond redelivery."""
-    clean_inbox(runtime, horizon_s=runtime.settings.inbox_horizon_s)
+    clean_inbox(runtime, horizon_s=runtime.settings.inbox_horizon_s, at_most_s=CLEANING_PART * every_s)
 
 
 def _clean_large_bodies(runtime: Runtime, _: float) -> None:

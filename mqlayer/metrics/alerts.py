@@ -39,6 +39,11 @@ _ALL: Final = (
         "Start a relay, which recovers the outbox, and arm the nodes that its log names.", rule=False,
     ),
     Alert(
+        "MqlayerCommitsWait", "critical", "Commits wait for a synchronous standby",
+        "Start the standby again; to go on without one, set synchronous_standby_names to '', and run SELECT "
+        "pg_reload_conf().", above=5, for_s=60,
+    ),
+    Alert(
         "MqlayerOutboxLate", "critical", "Committed messages wait in the outbox",
         "Is a node away, or a partition full?", above=60, for_s=120,
     ),

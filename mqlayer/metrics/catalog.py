@@ -90,6 +90,14 @@ _ALL: Final = (
         "Age of the oldest row of each chunk when a relay sends it",
     ),
     Instrument(
+        "mqlayer.relay.progress.waits", "counter", "{wait}", ("durability",), "process",
+        "Waits for a durability class that ended without it; rows of the outbox stay meanwhile",
+    ),
+    Instrument(
+        "mqlayer.relay.progress.delay", "gauge", "s", ("durability",), "process",
+        "How long a node has not confirmed what waits for a durability class; a second or two while all is well",
+    ),
+    Instrument(
         "mqlayer.large_bodies.moved", "counter", "By", ("operation", "store"), "process",
         "Bytes of large bodies that this process wrote, read or removed, by store",
     ),
@@ -139,6 +147,10 @@ _ALL: Final = (
                "Unsettled messages of a partition; with --partitions"),
     Instrument("mqlayer.partition.lag.age", "gauge", "s", (*_OF_GROUP, "partition"), "exporter",
                "Age of a partition's oldest unsettled message; with --partitions"),
+    Instrument(
+        "mqlayer.postgres.commit_wait", "gauge", "s", ("schema",), "exporter",
+        "How long the first commit waits for a synchronous standby; needs `pg_read_all_stats`",
+    ),
     Instrument("mqlayer.outbox.backlog", "gauge", "{message}", (), "exporter", "Committed rows not yet relayed"),
     Instrument("mqlayer.outbox.age", "gauge", "s", (), "exporter", "Age of the oldest row not yet relayed"),
     Instrument("mqlayer.outbox.quarantined", "gauge", "{lp}", (), "exporter", "LPs behind a quarantined row"),

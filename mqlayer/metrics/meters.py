@@ -73,6 +73,8 @@ class Meters:
         self.observe("mqlayer.producer.messages", self._produced)
         self.observe("mqlayer.producer.pending", lambda: _levels(self._producers, ()))
         self.observe("mqlayer.relay.lp_sets", lambda: _levels(self._relays, ()))
+        self.observe("mqlayer.relay.progress.waits", self._failed_waits)
+        self.observe("mqlayer.relay.progress.delay", self._progress_delays)
         self.observe("mqlayer.process.ready", self._readiness)
         self.observe("mqlayer.large_bodies.moved", _large_body_bytes)
 
@@ -82,6 +84,8 @@ class Meters:
         self._lock = threading.Lock()
         self._members, self._relays = CountSources[str](), CountSources[str]()
         self._producers = CountSources[tuple[str, str, str]]()
+        self._confirmations = CountSources[str]()
+        self._delays: dict[object, Callable[[], Mapping[str, float]]] = {}
         self._sent: Counter[tuple[str, str]] = Counter()
         self._durations: list[tuple[Any, float, Mapping[str, str]]] = []
         self.ready: Callable[[], bool] | None = None
@@ -114,6 +118,20 @@ class Meters:
     def add_relay(self, lp_sets: ReadLevel) -> Callable[[], None]:
         """Count a relay likewise."""
         return self._relays.add((), dict, lp_sets)
+
+    def add_confirmations(
+        self, failed: ReadCounts[str], delays: Callable[[], Mapping[str, float]]
+    ) -> Callable[[], None]:
+        """Count a relay's waits for durability classes likewise."""
+        handle = object()
+        self._delays[handle] = delays
+        end_counts = self._confirmations.add((), failed, lambda: 0)
+
+        def end() -> None:
+            self._delays.pop(handle, None)
+            end_counts()
+
+        return end
 
     def sent(self, topic: str, count: int, seconds: float, error: str = "") -> None:
         """Record an answered append of `count` messages. `error`: class of its refusal."""
@@ -190,6 +208,19 @@ class Meters:
             found = dict(self._sent)
         for known, count in found.items():
             yield count, _sent_labels(*known)
+
+    def _failed_waits(self) -> Iterable[Measurement]:
+        for counts in self._confirmations.totals().values():
+            for durability, count in counts.items():
+                yield count, {"durability": durability}
+
+    def _progress_delays(self) -> Iterable[Measurement]:
+        longest: dict[str, float] = {}
+        for delays in self._delays.copy().values():
+            for durability, seconds in delays().items():
+                longest[durability] = max(seconds, longest.get(durability, 0.0))
+        for durability, seconds in longest.items():
+            yield seconds, {"durability": durability}
 
     def _readiness(self) -> Iterable[Measurement]:
         if self.ready is not None:

@@ -215,15 +215,17 @@ class ParkingStore:
             keys = connection.execute(query("parked_keys"), facts).fetchall()
             unsettled = connection.execute(query("parked_unsettled"), facts).fetchall()
             dead = connection.execute(query("dead_unsettled"), facts).fetchall()
-        return {
-            span.partition: ParkedState(
-                [_state(row) for at, *row in keys if at == span.partition],
-                [(KeyRef(lp, name), offset) for at, lp, name, offset in unsettled if at == span.partition],
-                {Identity(*identity) for at, *identity in dead if at == span.partition},
-                int(parking_version[0]) if parking_version else 0,
-            )
+        found = {
+            span.partition: ParkedState([], [], set(), int(parking_version[0]) if parking_version else 0)
             for span in spans
         }
+        for partition, *state in keys:
+            found[partition].keys.append(_state(state))
+        for partition, lp, name, offset in unsettled:
+            found[partition].unsettled.append((KeyRef(lp, name), offset))
+        for partition, *identity in dead:
+            found[partition].dead.add(Identity(*identity))
+        return found
 
     def dead(self, span: Span) -> set[Identity]:
         """Return dead messages from `span.committed` on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
@@ -34,7 +34,7 @@ from mqlayer.errors import (
 )
 from mqlayer.postgres.dsn import address_of, parse_dsn
 from mqlayer.postgres.server_identity import meet_server
-from mqlayer.postgres.session_setup import is_own, refuse_moved, refuse_pooled, set_up
+from mqlayer.postgres.session_setup import is_direct, is_own, refuse_moved, refuse_pooled, set_up
 from mqlayer.postgres.tls_hints import tls_hint
 from mqlayer.randomness import RNG, FullJitter
 from mqlayer.settings import NO_DATABASE, Dsn, options_of
@@ -142,6 +142,25 @@ class Database:
             with self._borrowed() as connection:
                 yield connection
 
+    def first_row(self, statement: Any, facts: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """Return a statement's first row; it may run twice."""
+        rows = self.rows(statement, facts)
+        return rows[0] if rows else None
+
+    def rows(self, statement: Any, facts: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        """Return a statement's rows; it may run twice."""
+        with driver_errors(self.address):
+            self._pool.open()
+            with self._borrowed(checked=False) as connection:
+                # The statement itself shows whether the connection lives: one round trip less.
+                try:
+                    return connection.execute(statement, facts).fetchall()
+                except psycopg.OperationalError:
+                    if not connection.broken:
+                        raise
+        with self.connection() as connection:
+            return connection.execute(statement, facts).fetchall()
+
     def check_direct(self, purpose: str) -> None:
         """Check that direct connections work. Raises ConfigurationRefused, StoreUnavailable."""
         if self._pooled is None:
@@ -162,9 +181,9 @@ class Database:
         meet_server(connection)
 
     @contextmanager
-    def _borrowed(self) -> Iterator[Connection]:
+    def _borrowed(self, *, checked: bool = True) -> Iterator[Connection]:
         try:
-            connection = self._acquire()
+            connection = self._acquire(checked=checked)
         except PoolTimeout:
             connection = None
         if connection is None:
@@ -192,7 +211,7 @@ class Database:
                 raise StoreUnavailable(self.address, f"all {in_use} connections of this process are in use")
             yield connection
 
-    def _acquire(self) -> Connection:
+    def _acquire(self, *, checked: bool) -> Connection:
         deadline, wait_s = time.monotonic() + self._timeout_s, FIRST_TRY_S
         while True:
             left_s = deadline - time.monotonic()
@@ -206,7 +225,7 @@ class Database:
                     raise
                 wait_s = min(2 * wait_s, LONGEST_TRY_S)
                 continue
-            if self._answers(connection):
+            if (not checked and is_direct(connection)) or self._answers(connection):
                 return connection
 
     def _answers(self, connection: Connection) -> bool:

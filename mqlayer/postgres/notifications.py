@@ -20,7 +20,7 @@ log = event_logger(__name__)
 ROUTE: Final = "mqlayer_route"
 """A new route version; payload: the topic."""
 GROUP: Final = "mqlayer_group"
-"""Changed assignments; payload: the group's id."""
+"""Changed assignments; payload: see `groups/wakeups.py`."""
 PURPOSE: Final = "hearing notifications (LISTEN)"
 RETRY_S: Final = 1.0
 POLL_S: Final = 0.5

@@ -16,6 +16,7 @@ from typing import Final
 from mqlayer.domain.names import check_name
 from mqlayer.errors import InvalidInput, StaleToken
 from mqlayer.groups.group import Group, GroupSettings, ensure_group
+from mqlayer.groups.wakeups import wakes
 from mqlayer.idempotency import InboxEntry
 from mqlayer.large_bodies import BodyReader, Stream
 from mqlayer.metrics import RECEIVED, meters_of
@@ -272,8 +273,8 @@ def open_session(topic: str, wanted: GroupSettings, *, group: str, settings: Set
         if of_group is not None:
             cleanup.callback(of_group.count(partial(_counts, fetcher, settler, parking), lambda: len(cache.views)))
 
-        def hear(group_id: str) -> None:
-            if group_id in ("", str(found.group_id)):
+        def hear(payload: str) -> None:
+            if wakes(payload, found.group_id):
                 fetcher.refresh_soon()
 
         notices = NotificationListener(runtime.control, GROUP, hear)

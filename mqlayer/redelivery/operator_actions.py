@@ -36,6 +36,7 @@ def release_parked(
     found, place = parked_place(runtime.control, topic, group, key=key, message=message)
 
     def work(connection: Connection) -> None:
+        connection.execute(query("parked_hold"), place)
         if not release_keys(connection, found.group_id, [(place["lp"], place["name"])]):
             refuse_paused(connection, found, place)
             raise not_parked(found, place)
@@ -49,11 +50,14 @@ def release_parked(
 
 
 def release_keys(connection: Connection, group_id: int, keys: Sequence[tuple[int, bytes]]) -> int:
-    """Retry parked keys now, but for paused ones, in the caller's transaction; return how many."""
+    """Retry locked parked keys now, but for paused ones; return how many."""
     named = {"group_id": group_id, "lps": [lp for lp, _ in keys], "names": [name for _, name in keys]}
     count = len(connection.execute(query("parked_release"), named).fetchall())
     if count:
-        connection.execute(query("parked_heads_reset"), named)
+        failed = connection.execute(query("parked_heads_failed"), named).fetchall()
+        heads = [{"group_id": group_id, "lp": lp, "source": source, "seq": seq} for lp, source, seq in failed]
+        # One by one: a join with the messages would read all of the group's where statistics are late.
+        connection.cursor().executemany(query("parked_head_reset"), heads)
     return count
 
 

@@ -18,6 +18,7 @@ STRICT_HINT: Final = (
 OWN_HINT: Final = (
     "renew the certificate of MQLAYER_REDIS_CERT_FILE, and let the server's tls-ca-cert-file have its authority"
 )
+HOST_HINT: Final = "let the node's URL, or a cluster's cluster-announce-hostname, name a host that its certificate has"
 TLS_HINTS: Final = (
     ("key usage extension", STRICT_HINT),
     ("Key Identifier", STRICT_HINT),
@@ -25,8 +26,8 @@ TLS_HINTS: Final = (
     ("unable to get local issuer", "set MQLAYER_REDIS_CA_FILE to the authority that signed its certificate"),
     ("self-signed", "set MQLAYER_REDIS_CA_FILE to the authority that signed its certificate"),
     ("self signed", "set MQLAYER_REDIS_CA_FILE to the authority that signed its certificate"),
-    ("doesn't match", "let the node's URL name a host that its certificate has"),
-    ("mismatch", "let the node's URL name a host that its certificate has"),
+    ("doesn't match", HOST_HINT),
+    ("mismatch", HOST_HINT),
     ("certificate has expired", "renew the server's certificate, or correct this machine's clock"),
     ("not yet valid", "correct this machine's clock, or the server's certificate"),
     ("certificate required", "set MQLAYER_REDIS_CERT_FILE and MQLAYER_REDIS_KEY_FILE"),
@@ -39,7 +40,7 @@ TLS_HINTS: Final = (
 CUT: Final = ("EOF occurred in violation", "closed by server", "reset by peer", "Broken pipe", "Error while reading")
 """Disconnects before the server's TLS alert was read."""
 LOGIN_HINT: Final = "set MQLAYER_REDIS_USER and MQLAYER_REDIS_PASSWORD_FILE"
-RIGHTS_HINT: Final = "`mqlayer node acl ROLE` prints what its user needs"
+RIGHTS_HINT: Final = "`mqlayer node acl ROLE` (a Redis Cluster: with `--cluster`) prints what its user needs"
 
 
 def is_denial(reply: object) -> bool:

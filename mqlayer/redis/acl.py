@@ -28,6 +28,7 @@ OF_GROUP: Final = (
 CALLERS: Final = ("eval", "evalsha")
 CONNECTING: Final = frozenset({"acl|dryrun", "acl|whoami", "info", "ping", "script|load", "select"})
 """Any connection may send these first."""
+CONNECTING_TO_CLUSTER: Final = frozenset({"cluster|info", "cluster|slots"})
 PLAIN_KEYS: Final[Mapping[str, str]] = {
     "hdel": "marks", "xtrim": "outcomes", "xsetid": "log", "xreadgroup": "log", "xpending": "log",
 }  # fmt: skip
@@ -86,7 +87,7 @@ def _kind(variable: str) -> str:
 
 
 @cache
-def needs_of(role: RedisRole, version: tuple[int, int, int] = HEADERS_SINCE) -> AccessSet:
+def needs_of(role: RedisRole, version: tuple[int, int, int] = HEADERS_SINCE, *, cluster: bool = False) -> AccessSet:
     """Return a role's needs."""
     plain = {
         CommandAccess(name, "" if name in KEYLESS else PLAIN_KEYS.get(name, ANY))
@@ -97,19 +98,25 @@ def needs_of(role: RedisRole, version: tuple[int, int, int] = HEADERS_SINCE) -> 
     plain |= {
         CommandAccess(name, "") for name in CONNECTING if version >= HEADERS_SINCE or not name.startswith("acl|dryrun")
     }
-    return frozenset(plain).union(*(needs_of_script(name, version) for name in SCRIPTS[role]))
+    needs = frozenset(plain).union(*(needs_of_script(name, version) for name in SCRIPTS[role]))
+    return _on_cluster(needs) if cluster else needs
 
 
-def needs_of_all(roles: Iterable[RedisRole], version: tuple[int, int, int] = HEADERS_SINCE) -> AccessSet:
-    """Return several roles' needs."""
-    return frozenset[CommandAccess]().union(*(needs_of(role, version) for role in roles))
+def _on_cluster(needs: AccessSet) -> AccessSet:
+    # Its connections ask for the slots; the keys of a single node are each partition's.
+    of_each = (need._replace(key=f"{{*}}:{need.key}") if need.key in OF_NODE else need for need in needs)
+    return frozenset(of_each) | {CommandAccess(name, "") for name in CONNECTING_TO_CLUSTER}
 
 
 def acl_rules(
-    roles: Iterable[RedisRole], *, prefix: str, version: tuple[int, int, int] = HEADERS_SINCE
+    roles: Iterable[RedisRole],
+    *,
+    prefix: str,
+    version: tuple[int, int, int] = HEADERS_SINCE,
+    cluster: bool = False,
 ) -> tuple[str, ...]:
     """Return a user's rules, without password, in stable order."""
-    needs = needs_of_all(roles, version)
+    needs = frozenset[CommandAccess]().union(*(needs_of(role, version, cluster=cluster) for role in roles))
     first = ("resetkeys", "resetchannels", "-@all")
     if version < HEADERS_SINCE:
         return (*first, f"~{pattern(prefix, ANY)}", *_allowed(needs))
@@ -149,20 +156,24 @@ def _allowed(needs: Iterable[CommandAccess]) -> tuple[str, ...]:
 
 
 def acl_file_line(
-    user: str, roles: Iterable[RedisRole], *, prefix: str, password: str | None, version: tuple[int, int, int]
+    user: str,
+    roles: Iterable[RedisRole],
+    *,
+    prefix: str,
+    password: str | None,
+    version: tuple[int, int, int],
+    cluster: bool = False,
 ) -> str:
     """Return a line of an ACL file. Raises InvalidInput for a bad name."""
     if not re.fullmatch(r"[\w.:@-]{1,64}", user):
         raise InvalidInput(f"{user!r} is no name of a Redis user here: use letters, digits and _ . : @ -")
-    rules = acl_rules(roles, prefix=prefix, version=version)
+    rules = acl_rules(roles, prefix=prefix, version=version, cluster=cluster)
     return " ".join(("user", user, "on", password_rule(password), *rules))
 
 
-def setuser_command(
-    user: str, roles: Iterable[RedisRole], *, prefix: str, password: str | None, version: tuple[int, int, int]
-) -> str:
-    """Return the redis-cli command; it resets the user."""
-    _, name, *rules = _rules(acl_file_line(user, roles, prefix=prefix, password=password, version=version))
+def setuser_command(acl_line: str) -> str:
+    """Return redis-cli's command for a line; it resets the user."""
+    _, name, *rules = _rules(acl_line)
     return " ".join(("ACL", "SETUSER", name, "reset", *(f'"{rule}"' if " " in rule else rule for rule in rules)))
 
 

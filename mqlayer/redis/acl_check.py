@@ -24,6 +24,7 @@ class RequiredAccess(NamedTuple):
 
     role: RedisRole
     prefix: str
+    cluster: bool = False
 
 
 class AccessReport(NamedTuple):
@@ -41,7 +42,8 @@ class AccessReport(NamedTuple):
         )
         more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
         role = "worker" if required.role is RedisRole.ARMING else required.role
-        return f"user {self.user!r} lacks {named}{more}: mqlayer node acl {role} --user {self.user} prints its rules"
+        command = f"mqlayer node acl {role} --user {self.user}{' --cluster' if required.cluster else ''}"
+        return f"user {self.user!r} lacks {named}{more}: {command} prints its rules"
 
 
 def access_of(ask: Ask, required: RequiredAccess, version: tuple[int, int, int], user: str = "") -> AccessReport:
@@ -53,7 +55,7 @@ def access_of(ask: Ask, required: RequiredAccess, version: tuple[int, int, int],
         if isinstance(me, Exception):
             return AccessReport("", None)
         user = me.decode()
-    wanted = probes(needs_of(required.role), required.prefix)
+    wanted = probes(needs_of(required.role, cluster=required.cluster), required.prefix)
     replies = ask([("ACL", "DRYRUN", user, *call) for call in wanted.values()])
     if any(isinstance(reply, Exception) for reply in replies):
         return AccessReport(user, None)
@@ -66,7 +68,7 @@ def loses_transactions(ask: Ask, required: RequiredAccess, version: tuple[int, i
     Redis 7 replays its append-only file with user default's rights, even if off, and silently skips forbidden
     commands in transactions.
     """
-    found = access_of(ask, RequiredAccess(RedisRole.WORKER, required.prefix), version, "default")
+    found = access_of(ask, required._replace(role=RedisRole.WORKER), version, "default")
     return bool(found.missing)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -18,7 +18,7 @@ from mqlayer.errors import NodeNotArmed, StoreUnavailable
 from mqlayer.redis.addresses import Host, shard_url
 from mqlayer.redis.node_connection import Command, NodeConnection, ServerFacts
 from mqlayer.redis.scripts import script_digests
-from mqlayer.redis.slots import SlotMap, read_slots, slot_of
+from mqlayer.redis.slots import SlotMap, ask_slots, read_slots, slot_of
 
 POLL_S: Final = (0.001, 0.02)
 """Pauses between looks at idle streams: one blocking read spans no two slots."""
@@ -42,6 +42,8 @@ SUMMED: Final = frozenset(
 
 class ShardConnection(NodeConnection):
     """A connection to one shard's primary. Once pinned, a reconnect must meet the same run."""
+
+    is_of_cluster: ClassVar[bool] = True
 
     def pin(self) -> str:
         """Connect; return the run."""
@@ -94,7 +96,8 @@ class ClusterConnection(NodeConnection):
 
     def _connect_all(self) -> ServerFacts:
         node = self.node
-        slots = read_slots(node.url, self._known, timeout_s=self._connect_timeout_s, node=node.name)
+        timeout_s = self._connect_timeout_s
+        slots = read_slots(node.url, self._known, armed=node.armed_run_id, timeout_s=timeout_s, node=node.name)
         self._known = [(shard.host, shard.port) for shard in slots.shards]
         self._shards = [self._shard(host) for host in self._known]
         runs = [shard.pin() for shard in self._shards]
@@ -133,6 +136,15 @@ class ClusterConnection(NodeConnection):
             number: ShardRun(connection.connect().run_id, shard.member, shard.slots_digest)
             for number, (connection, shard) in enumerate(zip(self._shards, slots.shards, strict=True))
         }
+
+    def is_told_by(self, numbers: Collection[int]) -> bool:
+        """Whether these shards, one at least, tell the same slots."""
+        told = self._slot_map().told
+        maps = (
+            ask_slots(self._url, self._known[number], timeout_s=self._connect_timeout_s, node=self.node.name)
+            for number in numbers
+        )
+        return bool(numbers) and all(slots.told == told for slots in maps)
 
     def shard_of(self, partition: int) -> int:
         """Return the number of a partition's shard."""
@@ -264,7 +276,7 @@ class ClusterConnection(NodeConnection):
         self._expected.append(_Expected((shard,), merge))
 
     def _plan_read(self, command: Command, writes: dict[int, list[Command]], *, alone: bool) -> None:
-        read = self._split(command)
+        read = _split(command, self._slot_map().owners)
         waits = read.block_ms and len(read.parts) > 1 and not self._busy
         if waits and not writes and not self._expected:
             until = time.monotonic() + read.block_ms / 1000
@@ -280,25 +292,6 @@ class ClusterConnection(NodeConnection):
         for shard, part in read.parts:
             writes.setdefault(shard, []).append(part)
         self._expected.append(_Expected([shard for shard, _ in read.parts], self._note_busy))
-
-    def _split(self, command: Command) -> _StreamRead:
-        words = list(command)
-        at = next(place for place, word in enumerate(words) if word in ("STREAMS", b"STREAMS"))
-        head, half = words[:at], (len(words) - at - 1) // 2
-        keys, ids = words[at + 1 : at + 1 + half], words[at + 1 + half :]
-        block = next((place for place, word in enumerate(head) if word in ("BLOCK", b"BLOCK")), None)
-        block_ms = 0 if block is None else int(head[block + 1])
-        by_slot: dict[int, list[tuple[bytes, Any]]] = {}
-        for key, entry in zip(keys, ids, strict=True):
-            by_slot.setdefault(slot_of(_tag_in(key)), []).append((key, entry))
-        if block is not None and len(by_slot) > 1:
-            del head[block : block + 2]
-        owners = self._slot_map().owners
-        parts = [
-            (owners[slot], (*head, "STREAMS", *(key for key, _ in some), *(entry for _, entry in some)))
-            for slot, some in by_slot.items()
-        ]
-        return _StreamRead(parts, block_ms)
 
     def _poll(self, read: _StreamRead, until: float) -> Any:
         """Look until something is there or refused."""
@@ -347,6 +340,25 @@ def _tag(command: Command) -> bytes | None:
 def _tag_in(key: bytes) -> bytes:
     at = key.index(b"{")
     return key[at + 1 : key.index(b"}", at)]
+
+
+def _split(command: Command, owners: Sequence[int]) -> _StreamRead:
+    words = list(command)
+    at = next(place for place, word in enumerate(words) if word in ("STREAMS", b"STREAMS"))
+    head, half = words[:at], (len(words) - at - 1) // 2
+    keys, ids = words[at + 1 : at + 1 + half], words[at + 1 + half :]
+    block = next((place for place, word in enumerate(head) if word in ("BLOCK", b"BLOCK")), None)
+    block_ms = 0 if block is None else int(head[block + 1])
+    by_slot: dict[int, list[tuple[bytes, Any]]] = {}
+    for key, entry in zip(keys, ids, strict=True):
+        by_slot.setdefault(slot_of(_tag_in(key)), []).append((key, entry))
+    if block is not None and len(by_slot) > 1:
+        del head[block : block + 2]
+    parts = [
+        (owners[slot], (*head, "STREAMS", *(key for key, _ in some), *(entry for _, entry in some)))
+        for slot, some in by_slot.items()
+    ]
+    return _StreamRead(parts, block_ms)
 
 
 def _single(replies: list[Any]) -> Any:

@@ -19,6 +19,8 @@ COMMANDS: Final[dict[str, CommandSpec]] = {
     "bgrewriteaof": CommandSpec(1),
     "bitcount": CommandSpec(2),
     "bitpos": CommandSpec(3),
+    "cluster|info": CommandSpec(2),
+    "cluster|slots": CommandSpec(2),
     "config|get": CommandSpec(3),
     "del": CommandSpec(2, writes=True),
     "eval": CommandSpec(3),
@@ -87,8 +89,8 @@ COMMANDS: Final[dict[str, CommandSpec]] = {
     "zscore": CommandSpec(3),
 }
 KEYLESS: Final = frozenset(
-    {"acl|dryrun", "acl|whoami", "bgrewriteaof", "config|get", "exec", "info", "multi", "ping", "scan", "script|load"}
-    | {"select", "time", "wait", "waitaof"}
+    {"acl|dryrun", "acl|whoami", "bgrewriteaof", "cluster|info", "cluster|slots", "config|get", "exec", "info", "multi"}
+    | {"ping", "scan", "script|load", "select", "time", "wait", "waitaof"}
 )
 """Commands without a key; SCAN shows all key names."""
 _NO_KEY_YET: Final = {"xread": ("STREAMS",), "xreadgroup": ("GROUP", "g", "c", "STREAMS"), "eval": ("x", "1"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mqlayer.domain.durability import DISK_WAIT_MS, WAIT_MS, Durability, replicas_wanted
-from mqlayer.errors import ConfigurationRefused
+from mqlayer.errors import ConfigurationRefused, StoreUnavailable
 from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.redis.partition_scripts import touch_command
 from mqlayer.redis.wire import command_packet, wait_aof_packet, wait_packet
@@ -41,14 +41,24 @@ class DurabilityWait:
 
     def packets(self, connection: NodeConnection, prefix: str, partition: int) -> list[bytes]:
         """Return the requests that follow an append to a partition."""
+        return self.shared_packets(connection, prefix, [partition])
+
+    def shared_packets(self, connection: NodeConnection, prefix: str, partitions: Sequence[int]) -> list[bytes]:
+        """Return touches of one server's partitions, then their wait."""
         if not self.replies:
             return []
-        found = [command_packet(touch_command(connection, prefix, partition))]
+        found = [command_packet(touch_command(connection, prefix, partition)) for partition in partitions]
         if self.disk:
             found.append(wait_aof_packet(DISK_WAIT_MS))
         if self.asked:
             found.append(wait_packet(self.asked, self.wait_ms))
         return found
+
+    def shared_lacks(self, replies: Sequence[Any], partitions: Sequence[int]) -> dict[int, str]:
+        """Return what partitions of `shared_packets` lack."""
+        waits = replies[len(partitions) :]
+        lacks = ((one, self.lack([touched, *waits])) for one, touched in zip(partitions, replies, strict=False))
+        return {partition: lack for partition, lack in lacks if lack}
 
     def lack(self, replies: Sequence[Any]) -> str:
         """Return what a message lacks for its class, "" for nothing; replies as asked for by `packets`."""
@@ -73,6 +83,25 @@ class DurabilityWait:
 
 
 NO_WAIT: Final = DurabilityWait()
+
+
+def refuse_unheld(
+    connection: NodeConnection, node: Node, prefix: str, partition: int, *, topic: str, durability: Durability
+) -> None:
+    """Wait once for a partition's class. Raises StoreUnavailable."""
+    wait = DurabilityWait.of(durability, node)
+    if not wait.replies:
+        return
+    connection.send_packet(*wait.packets(connection, prefix, partition))
+    lack = wait.lack(connection.receive(wait.replies))
+    if lack:
+        # A new connection loads missing scripts.
+        connection.close()
+        raise StoreUnavailable(
+            node.address,
+            f"partition {partition} of topic {topic!r}, durability {durability}: {lack}; until it is held, nothing "
+            f"changes, or lower the class: mqlayer topic set {topic} --durability node",
+        )
 
 
 def refuse_server(connection: NodeConnection, node: Node, durability: Durability) -> None:

@@ -86,6 +86,7 @@ class ServerFacts:
     version: tuple[int, int, int]
     role: str
     settings: dict[str, str]
+    in_cluster: bool = False
 
 
 class NodeConnection:
@@ -97,6 +98,7 @@ class NodeConnection:
     """
 
     is_cluster: ClassVar[bool] = False
+    is_of_cluster: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -301,7 +303,8 @@ class NodeConnection:
             if not isinstance(reply, Exception) and len(reply) == 2:
                 settings[name] = reply[1].decode()
         major, minor, patch = (int(part) for part in info["redis_version"].split(".")[:3])
-        return ServerFacts(run_of(info), (major, minor, patch), info["role"], settings)
+        in_cluster = info.get("redis_mode", "").strip() == "cluster"
+        return ServerFacts(run_of(info), (major, minor, patch), info["role"], settings, in_cluster)
 
     def _ask(self, commands: Sequence[Command]) -> list[Any]:
         self._factory.send_packed_command(self._factory.pack_commands(commands), check_health=False)
@@ -331,6 +334,10 @@ class NodeConnection:
         address = self.node.address
         if facts.role not in ("master", "primary"):
             raise StoreUnavailable(address, f"it is a {facts.role}: give the primary's address")
+        if facts.in_cluster and not self.is_of_cluster:
+            raise ConfigurationRefused(
+                address, "", "this is a server of a Redis Cluster", "register that as one node: cluster://host,host2"
+            )
         if facts.version < OLDEST:
             shown = ".".join(map(str, facts.version))
             raise ConfigurationRefused(
@@ -370,7 +377,16 @@ def raise_for_reply(reply: Any, address: str) -> Any:
         raise NodeOutOfMemory(address) from reply
     if is_denial(reply):
         raise AccessDenied(address, f"{reply}: {RIGHTS_HINT}") from reply
-    raise StoreUnavailable(address, str(reply)) from reply
+    raise StoreUnavailable(address, _reason(reply)) from reply
+
+
+def _reason(reply: Exception) -> str:
+    # The driver's own texts for these are a number and an address, or do not say what moves.
+    if isinstance(reply, redis.exceptions.AskError):
+        return f"slot {reply.slot_id} of the cluster moved, or is moving, to {reply.node_addr[0]}:{reply.node_addr[1]}"
+    if isinstance(reply, redis.exceptions.TryAgainError):
+        return f"a slot of the cluster is moving: {reply}"
+    return str(reply)
 
 
 def _is_demotion(reply: Exception) -> bool:

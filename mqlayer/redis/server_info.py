@@ -17,7 +17,7 @@ from mqlayer.redis.acl_check import AccessReport, RequiredAccess, access_of
 from mqlayer.redis.addresses import ConnectionFactory, display_url, is_cluster_url, shard_url
 from mqlayer.redis.cluster_connection import summed_info
 from mqlayer.redis.node_connection import Node
-from mqlayer.redis.slots import read_slots
+from mqlayer.redis.slots import SlotMap, read_slots
 
 READ_SETTINGS: Final = ("appendfsync", "no-appendfsync-on-rewrite", "aof-load-truncated", "min-replicas-to-write")
 """Not in INFO; managed servers may forbid CONFIG."""
@@ -64,10 +64,13 @@ class ServerInfo:
         return int(text) if text.isdecimal() else 0
 
 
-def read_server_info(url: str, *, timeout_s: float, node: str = "", access: NodeAccess | None = None) -> ServerInfo:
+def read_server_info(
+    url: str, *, timeout_s: float, node: str = "", armed: str | None = None, access: NodeAccess | None = None
+) -> ServerInfo:
     """Read a server's facts, or all shards' of a cluster. Raises StoreUnavailable; InvalidInput for a bad URL."""
     if is_cluster_url(url):
-        return _read_cluster_info(url, timeout_s=timeout_s, node=node, access=access)
+        slots = read_slots(url, armed=armed, timeout_s=timeout_s, node=node, access=access)
+        return _read_cluster_info(url, slots, timeout_s=timeout_s, node=node, access=access)
     attempt = ConnectionFactory(url, connect_timeout_s=timeout_s, timeout_s=timeout_s, node=node, access=access)
     connection = attempt.connection
     try:
@@ -80,8 +83,9 @@ def read_server_info(url: str, *, timeout_s: float, node: str = "", access: Node
         connection.disconnect()
 
 
-def _read_cluster_info(url: str, *, timeout_s: float, node: str, access: NodeAccess | None) -> ServerInfo:
-    slots = read_slots(url, timeout_s=timeout_s, node=node, access=access)
+def _read_cluster_info(
+    url: str, slots: SlotMap, *, timeout_s: float, node: str, access: NodeAccess | None
+) -> ServerInfo:
     urls = [shard_url(url, (shard.host, shard.port)) for shard in slots.shards]
     found = [read_server_info(one, timeout_s=timeout_s, node=node, access=access) for one in urls]
     run_id = cluster_run(
@@ -100,7 +104,7 @@ def read_access(node: Node, required: RequiredAccess, *, user: str = "", timeout
     """
     if not node.is_cluster:
         return _read_access(node, required, user=user, timeout_s=timeout_s)
-    slots = read_slots(node.url, timeout_s=timeout_s, node=node.name)
+    slots = read_slots(node.url, armed=node.armed_run_id, timeout_s=timeout_s, node=node.name)
     urls = [shard_url(node.url, (shard.host, shard.port)) for shard in slots.shards]
     reports = [_read_access(replace(node, url=url), required, user=user, timeout_s=timeout_s) for url in urls]
     return next((one for one in reports if one.missing), reports[0])

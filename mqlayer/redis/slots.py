@@ -10,13 +10,14 @@ from typing import Any, Final, NamedTuple
 
 import redis
 
-from mqlayer.domain.node_runs import MAX_SHARDS
+from mqlayer.domain.node_runs import MAX_SHARDS, is_member, members_of
 from mqlayer.errors import ConfigurationRefused, InvalidInput, StoreUnavailable
 from mqlayer.redis.access import NodeAccess
 from mqlayer.redis.access_errors import not_reached
 from mqlayer.redis.addresses import ConnectionFactory, Host, display_url, parse_address, shard_url
 
 SLOT_COUNT: Final = 16_384
+NAMELESS: Final = "?"
 
 
 @lru_cache(maxsize=65_536)
@@ -40,21 +41,35 @@ class Shard(NamedTuple):
 
 
 class SlotMap(NamedTuple):
-    """Shards, and each slot's place in `shards`."""
+    """Shards, and each slot's place in `shards`. `members`: names, replicas' too."""
 
     shards: Sequence[Shard]
     owners: Sequence[int]
+    members: frozenset[str]
+
+    @property
+    def told(self) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
+        """Primaries' names and slots."""
+        return [(shard.member, shard.slots) for shard in self.shards]
 
     @classmethod
     def of(cls, reply: Iterable[Any], asked: Host, address: str) -> SlotMap:
         """Parse CLUSTER SLOTS.
 
-        Raises StoreUnavailable for uncovered slots, ConfigurationRefused for too many shards.
+        Raises StoreUnavailable for uncovered slots or unknown names, ConfigurationRefused for too many shards.
         """
         ranges: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
-        for first, last, (host, port, member, *_), *_ in reply:
+        members = set[str]()
+        for first, last, (host, port, member, *_), *replicas in reply:
+            members |= {member.decode(), *(replica[2].decode() for replica in replicas)}
             # A server that does not know its own address leaves it out.
             name = host.decode() if host else ""
+            if name == NAMELESS:
+                raise StoreUnavailable(
+                    address,
+                    f"{asked[0]}:{asked[1]} gives out host names, and knows none of the shard at port {port}: "
+                    "set cluster-announce-hostname on each server",
+                )
             ranges.setdefault((member.decode(), name or asked[0], port), []).append((first, last))
         shards = [Shard(*found, tuple(sorted(slots))) for found, slots in sorted(ranges.items())]
         if len(shards) > MAX_SHARDS:
@@ -67,32 +82,57 @@ class SlotMap(NamedTuple):
                 owners[first : last + 1] = [number] * (last + 1 - first)
         if -1 in owners:
             raise StoreUnavailable(address, f"no shard serves slot {owners.index(-1)} of the cluster")
-        return cls(shards, owners)
+        return cls(shards, owners, frozenset(members))
 
 
 def read_slots(
-    url: str, known: Iterable[Host] = (), *, timeout_s: float, node: str = "", access: NodeAccess | None = None
+    url: str,
+    known: Iterable[Host] = (),
+    *,
+    armed: str | None = None,
+    timeout_s: float,
+    node: str = "",
+    access: NodeAccess | None = None,
 ) -> SlotMap:
-    """Ask seeds, then `known` servers; those that are cut off are passed over. Raises StoreUnavailable."""
+    """Ask seeds, then `known` servers, passing over those cut off. Raises StoreUnavailable."""
+    # A seed may have joined another cluster since: the one with a server of the armed run counts.
     reason: Exception = StoreUnavailable(display_url(url), "its address names no server")
+    names, found = members_of(armed), list[SlotMap]()
     for host in dict.fromkeys([*parse_address(url).seeds, *known]):
-        seed = ConnectionFactory(
-            shard_url(url, host), connect_timeout_s=timeout_s, timeout_s=timeout_s, node=node, access=access
-        )
         try:
-            seed.resolve_primary()
-            seed.connection.connect()
-            info, slots = (_ask(seed.connection, word) for word in ("INFO", "SLOTS"))
-            if b"cluster_state:ok" in info:
-                return SlotMap.of(slots, host, display_url(url))
-            reason = StoreUnavailable(display_url(url), f"the cluster is down, says {host[0]}:{host[1]}")
-        except (redis.RedisError, OSError, InvalidInput) as error:
-            reason = not_reached(display_url(url), error, anonymous=seed.anonymous)
+            slots = ask_slots(url, host, timeout_s=timeout_s, node=node, access=access)
         except StoreUnavailable as error:
             reason = error
-        finally:
-            seed.connection.disconnect()
-    raise reason
+            continue
+        if any(is_member(member, names) for member in slots.members):
+            return slots
+        found.append(slots)
+    if not found:
+        raise reason
+    if any(found[0].members.isdisjoint(other.members) for other in found[1:]):
+        raise StoreUnavailable(
+            display_url(url),
+            "its servers are of different clusters, and none is of the armed one: give the servers of one cluster",
+        )
+    return found[0]
+
+
+def ask_slots(url: str, host: Host, *, timeout_s: float, node: str = "", access: NodeAccess | None = None) -> SlotMap:
+    """Ask one server. Raises StoreUnavailable."""
+    seed = ConnectionFactory(
+        shard_url(url, host), connect_timeout_s=timeout_s, timeout_s=timeout_s, node=node, access=access
+    )
+    try:
+        seed.resolve_primary()
+        seed.connection.connect()
+        info, slots = (_ask(seed.connection, word) for word in ("INFO", "SLOTS"))
+    except (redis.RedisError, OSError, InvalidInput) as error:
+        raise not_reached(display_url(url), error, anonymous=seed.anonymous) from error
+    finally:
+        seed.connection.disconnect()
+    if b"cluster_state:ok" not in info:
+        raise StoreUnavailable(display_url(url), f"the cluster is down, says {host[0]}:{host[1]}")
+    return SlotMap.of(slots, host, display_url(url))
 
 
 def _ask(connection: Any, word: str) -> Any:

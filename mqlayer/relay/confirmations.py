@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -11,6 +13,7 @@ from mqlayer.domain.durability import NODE, Durability
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import MqlayerError
 from mqlayer.logs import event_logger, is_reported
+from mqlayer.redis.cluster_connection import ClusterConnection
 from mqlayer.redis.durability import DurabilityWait
 from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.redis.roles import RedisRole
@@ -50,6 +53,9 @@ class Confirmations:
         self._questions: dict[_Key, _AskedNode] = {}
         self._connections: dict[_Key, NodeConnection] = {}
         self._lacks: dict[_Key, int] = {}
+        self._failed = Counter[str]()
+        # When the oldest progress that still waits was asked about first.
+        self._since: dict[_Key, float] = {}
 
     @property
     def is_asking(self) -> bool:
@@ -66,8 +72,21 @@ class Confirmations:
                 # Another connection is to another run, maybe, or followed a loss.
                 if question.node.connection is question.connection:
                     self._confirm(question, lacking, confirmed)
+                    if not lacking:
+                        self._since.pop(key, None)
         self._ask(confirmed)
         return confirmed
+
+    def failed_waits(self) -> dict[str, int]:
+        """Return waits that ended without their class. Thread-safe."""
+        return dict(self._failed)
+
+    def delays(self) -> dict[str, float]:
+        """Return seconds that progress waits, by class. Thread-safe."""
+        now, found = time.monotonic(), dict.fromkeys(self._failed.copy(), 0.0)
+        for (_, durability), since in self._since.copy().items():
+            found[durability] = max(found.get(durability, 0.0), now - since)
+        return found
 
     def close(self) -> None:
         """Close connections; waits under way end by their time."""
@@ -89,6 +108,7 @@ class Confirmations:
                 log.warning("relay_progress_goes_on", extra={"node": question.node.address, "durability": key[1]})
             return lacks
         failures = self._lacks[key] = self._lacks.get(key, 0) + 1
+        self._failed[key[1]] += 1
         shown = log.warning if is_reported(failures) else log.debug
         reason = next(iter(lacks.values()))
         facts = {"node": question.node.address, "durability": key[1], "reason": reason, "failures": failures}
@@ -123,8 +143,10 @@ class Confirmations:
                 del self._unconfirmed[target]
                 continue
             by_key.setdefault((target.node_id, target.durability), []).append(target)
-        known = self._nodes_known()
+        known, now = self._nodes_known(), time.monotonic()
+        self._since = {key: self._since.get(key, now) for key in by_key}
         for key, targets in by_key.items():
+            self._failed[key[1]] += 0
             node = self._nodes.node(key[0])
             if key not in self._questions:
                 self._ask_node(key, node, known.get(node.node_id), targets)
@@ -161,16 +183,31 @@ class Confirmations:
             connection.close()
         connection.node = node
         wait = DurabilityWait.of(key[1], node)
-        # One covers all of a server's writes; of a cluster, each partition may be at another server meanwhile.
-        asked = partitions if connection.is_cluster else partitions[:1]
-        packets = [packet for one in asked for packet in wait.packets(connection, self._runtime.prefix, one)]
-        connection.send_packet(*packets)
-        found = [wait.lack(connection.receive(wait.replies)) for _ in asked]
-        if any(found):
+        lacks: dict[int, str] = {}
+        servers = _by_server(connection, partitions)
+        for asked in servers:
+            connection.send_packet(*wait.shared_packets(connection, self._runtime.prefix, asked))
+        for asked in servers:
+            lacks |= wait.shared_lacks(connection.receive(len(asked) + wait.replies - 1), asked)
+        if lacks:
             # A new connection loads missing scripts, and finds a promoted primary.
             connection.close()
-        of_each = zip(partitions, found if connection.is_cluster else found * len(partitions), strict=True)
-        return {partition: lack for partition, lack in of_each if lack}
+        if connection.is_cluster or not lacks:
+            return lacks
+        (lack,) = lacks.values()
+        return dict.fromkeys(partitions, lack)
+
+
+def _by_server(connection: NodeConnection, partitions: Sequence[int]) -> list[list[int]]:
+    """Return what to touch: one partition, of a cluster each one, by its shard."""
+    if not isinstance(connection, ClusterConnection):
+        # It covers all of a server's writes.
+        return [list(partitions[:1])]
+    # Each, since one may be at another server meanwhile.
+    shards: dict[int, list[int]] = {}
+    for partition in partitions:
+        shards.setdefault(connection.shard_of(partition), []).append(partition)
+    return list(shards.values())
 
 
 def _close(connection: NodeConnection, _: Future[dict[int, str]]) -> None:

@@ -56,6 +56,8 @@ class RelaySession:
         self._control, self._application = runtime.control, runtime.outbox
         self._connection = connect_at_best(self._application.dsn, application="mqlayer relay")
         self._background = ThreadPoolExecutor(max_workers=8, thread_name_prefix="mqlayer-relay")
+        # Of their own: waits for replicas must not delay the question which runs count.
+        self._waiting = ThreadPoolExecutor(max_workers=8, thread_name_prefix="mqlayer-relay-wait")
         self._routes = RouteCache(self._control)
         self._routes_changed = threading.Event()
         self._nodes = RelayNodes(runtime, self._routes, self._background)
@@ -69,7 +71,12 @@ class RelaySession:
         tracing = tracing_of(runtime.settings)
         self._spans = self._sender.spans = None if tracing is None else RelaySpans(tracing)
         self._confirmations = Confirmations(
-            runtime, self._nodes, self._sender.unconfirmed, lambda: self._routes.nodes, self._background
+            runtime, self._nodes, self._sender.unconfirmed, lambda: self._routes.nodes, self._waiting
+        )
+        self._end_counts = (
+            None
+            if self._meters is None
+            else self._meters.add_confirmations(self._confirmations.failed_waits, self._confirmations.delays)
         )
         self._writer = ProgressWriter(
             self._reader, self._sender, self._cursors, self._confirmations, self._refuse_other_term
@@ -200,11 +207,14 @@ class RelaySession:
         except StoreUnavailable as error:
             log.warning("relay_leases_left", extra={"reason": str(error)})
         finally:
+            if self._end_counts is not None:
+                self._end_counts()
             self._confirmations.close()
             self._nodes.close()
             self._routes.close()
             self._connection.close()
-            self._background.shutdown(wait=False, cancel_futures=True)
+            for pool in (self._background, self._waiting):
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def _finish(self) -> None:
         deadline = time.monotonic() + FIRST_CONNECT_S

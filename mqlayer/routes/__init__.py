@@ -6,7 +6,7 @@ from mqlayer.routes.drain_plan import DrainMove, DrainPlan, GroupDrain, plan_dra
 from mqlayer.routes.lost_changes import UndoReport, reopen_forgotten
 from mqlayer.routes.lp_load import PartitionLoad, measured_load
 from mqlayer.routes.node_drain import DrainReport, DrainStep, carry_out_moves, drain_node
-from mqlayer.routes.node_loss import NodeLossReport, give_up_node, rearm_lost_nodes
+from mqlayer.routes.node_loss import NodeLossReport, give_up_node, rearm_lost_nodes, refuse_class_loss
 from mqlayer.routes.partition_retirement import retire_partitions
 from mqlayer.routes.planner import (
     apply_change,
@@ -67,6 +67,7 @@ __all__ = [
     "planned_splits",
     "read_split_report",
     "rearm_lost_nodes",
+    "refuse_class_loss",
     "reopen_forgotten",
     "retire_partitions",
     "route_history",

@@ -14,6 +14,7 @@ from typing import Final
 from psycopg.types.json import Jsonb
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay
 
+from mqlayer.domain.durability import Durability
 from mqlayer.domain.route_changes import ChangeMode, marks_within
 from mqlayer.domain.routing import NodeId, PartitionId
 from mqlayer.errors import Conflict, MqlayerError, NodeNotArmed, NotFound, StoreUnavailable, TransactionConflict
@@ -24,6 +25,7 @@ from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
 from mqlayer.randomness import FullJitter
+from mqlayer.redis.durability import refuse_unheld
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import Node, NodeConnection, raise_for_reply
 from mqlayer.redis.partition_scripts import Refused, Sealed, create, open_partition, seal_command, seal_reply
@@ -64,6 +66,7 @@ class LockedChange:
     kind: str
     state: str
     mode: ChangeMode
+    durability: Durability
     parents: tuple[ChangePartition, ...]
     successors: tuple[ChangePartition, ...]
 
@@ -135,6 +138,7 @@ class ChangeDriver:
             # An unavailable parent must not leave the others sealed.
             for part in change.parents:
                 self.node_connection(part.node).call([("PING",)])
+                self._refuse_unheld(change, part)
         connection.execute(query("change_sealing"), {"change_id": change.change_id})
         failpoint("change.before_sealing_commit")
         return "sealing"
@@ -147,6 +151,8 @@ class ChangeDriver:
             if not self._is_unreachable(change, part):
                 seals[part] = self._seal_one(change, part)
                 failpoint("change.after_seal")
+        for part in seals:
+            self._refuse_unheld(change, part)
         # Lock before reading back: arming waits from here on, so a seal that is read stays, or the run changes.
         self._still_armed(connection, list(seals))
         for part, sealed in seals.items():
@@ -216,6 +222,19 @@ class ChangeDriver:
         if answer.status == "absent":
             self._emptied = connection.node.name
         raise _not_sealed(change, part, answer, connection.node.address)
+
+    def _refuse_unheld(self, change: LockedChange, part: ChangePartition) -> None:
+        """Wait for a live parent's durability class."""
+        # A repetition is confirmed at the successor, which waits for its own node only.
+        if change.mode == "live":
+            refuse_unheld(
+                self.node_connection(part.node),
+                self._node(part.node),
+                self._prefix,
+                part.partition,
+                topic=change.topic,
+                durability=change.durability,
+            )
 
     def _is_unreachable(self, change: LockedChange, part: ChangePartition) -> bool:
         if change.mode == "live":
@@ -340,8 +359,10 @@ def locked(connection: Connection, change_id: int) -> LockedChange:
         (parents if is_parent else successors).append(
             ChangePartition(PartitionId(partition), NodeId(node), lp_from, lp_to)
         )
-    number, topic_id, topic, version, kind, state, mode = row
-    return LockedChange(number, topic_id, topic, version, kind, state, mode, tuple(parents), tuple(successors))
+    number, topic_id, topic, version, kind, state, mode, durability = row
+    return LockedChange(
+        number, topic_id, topic, version, kind, state, mode, durability, tuple(parents), tuple(successors)
+    )
 
 
 def finish_change(runtime: Runtime, change_id: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from mqlayer.domain.routing import NodeId
@@ -15,6 +15,7 @@ from mqlayer.routes.node_loads import PlacedPartition, read_loads
 from mqlayer.routes.placement import place
 from mqlayer.runtime.route_cache import load_nodes, node_names
 from mqlayer.runtime.runtime import Runtime
+from mqlayer.topics.durability import durable_topics, unfit_nodes
 from mqlayer.topics.node_draining import no_target_conflict
 from mqlayer.topics.nodes import find_node
 
@@ -82,8 +83,10 @@ def plan_drain(runtime: Runtime, name: str) -> DrainPlan:
         raise no_target_conflict(name, load_nodes(runtime.control))
     by_id = {one.partition: one for one in movable}
     names = node_names(runtime.control)
+    durable = durable_topics(runtime)
+    demands = (replace(one.load, unfit=unfit_nodes(durable, one.topic)) for one in movable)
     moves = []
-    for partition, target, fits, at_home in place((one.load for one in movable), targets) if movable else ():
+    for partition, target, fits, at_home in place(demands, targets) if movable else ():
         one = by_id[partition]
         facts = (one.topic, partition, target, names[target], one.per_s, one.memory, fits, at_home)
         moves.append(DrainMove(*facts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from mqlayer.routes.change_driver import finish_changes
 from mqlayer.routes.planner import apply_change, choose_node
 from mqlayer.runtime.route_cache import load_nodes, load_route
 from mqlayer.runtime.runtime import Runtime
+from mqlayer.topics.durability import DurableTopic, durable_topics, unfit_nodes
 from mqlayer.topics.nodes import find_node, rearm_node
 
 log = event_logger(__name__)
@@ -45,24 +47,41 @@ class NodeLossReport:
 def give_up_node(runtime: Runtime, name: str) -> NodeLossReport:
     """Move everything off a node that never comes back; return and audit the loss.
 
-    Raises Conflict if the node answers, NotFound without another armed node. After a crash or delay, repeat it.
+    Raises Conflict if the node answers, or no other one holds a topic's durability class; NotFound without another
+    armed node. After a crash or delay, repeat it.
     """
-    return _NodeRemoval(runtime, find_node(runtime.control, name)).run()
+    node = find_node(runtime.control, name)
+    return _NodeRemoval(runtime, node, refuse_class_loss(runtime, node)).run()
+
+
+def refuse_class_loss(runtime: Runtime, node: Node) -> Mapping[str, DurableTopic]:
+    """Return topics with a class. Raises Conflict where no other node holds one."""
+    topics = durable_topics(runtime)
+    others = {other.node_id for other in load_nodes(runtime.control) if other.takes_partitions} - {node.node_id}
+    for one in topics.values():
+        if node.node_id in one.nodes and others and others <= set(one.unfit):
+            reason = one.unfit[min(others)]
+            raise Conflict(
+                f"no other node can hold durability {one.durability} of topic {one.topic!r} ({reason})",
+                f"let one hold it, or give the class up: mqlayer topic set {one.topic} --durability node; then again",
+            )
+    return topics
 
 
 @dataclass(frozen=True, slots=True)
 class _NodeRemoval:
     runtime: Runtime
     node: Node
+    durable: Mapping[str, DurableTopic]
 
     def run(self) -> NodeLossReport:
         self._refuse_if_it_answers()
         since = self.runtime.control.transaction(self._take_out_of_service)
         failpoint("lost.after_disarm")
         # Partitions without publishers first: open changes wait for them.
-        for partition, topic_id, _, state in self._partitions():
+        for partition, topic_id, topic, state in self._partitions():
             if state != "open":
-                self._relocate(partition, topic_id)
+                self._relocate(partition, topic_id, topic)
                 failpoint("lost.after_one")
         self._recreate(since)
         finish_changes(self.runtime)
@@ -104,14 +123,14 @@ class _NodeRemoval:
 
     def _move(self, partition: int, topic: str) -> None:
         route = load_route(self.runtime.control, topic)
-        target = choose_node(self.runtime.control, route, partition)
+        target = choose_node(self.runtime.control, route, partition, unfit=unfit_nodes(self.durable, topic))
         plan = plan_move(route, partition, target, mode="lost")
         apply_change(self.runtime, plan)
 
-    def _relocate(self, partition: int, topic_id: int) -> None:
+    def _relocate(self, partition: int, topic_id: int, topic: str) -> None:
         """Assign a partition without publishers to another node; `_recreate` fills it."""
         self._refuse_if_it_answers()
-        facts: dict[str, Any] = {"partition_id": partition, "to_node_id": self._emptiest(topic_id)}
+        facts: dict[str, Any] = {"partition_id": partition, "to_node_id": self._emptiest(topic_id, topic)}
         # Its dead messages may come again at other offsets.
         facts |= {"partitions": [partition], "offsets": [1]}
         names = ("abandoned_put", "abandoned_remove", "partition_relocate", "group_starts_reset",
@@ -134,8 +153,10 @@ class _NodeRemoval:
         for (name,) in rows:
             rearm_node(self.runtime, name, accept_loss_of=frozenset(recreated))
 
-    def _emptiest(self, topic_id: int) -> NodeId:
+    def _emptiest(self, topic_id: int, topic: str) -> NodeId:
+        unfit = unfit_nodes(self.durable, topic) | {self.node.node_id}
         nodes = [node.node_id for node in load_nodes(self.runtime.control) if node.takes_partitions]
+        nodes = [node for node in nodes if node not in unfit] or nodes
         with self.runtime.control.connection() as connection:
             rows = connection.execute(query("partition_list"), {"topic_id": topic_id}).fetchall()
         return emptiest(nodes, (row[1] for row in rows), other_than=self.node.node_id)

@@ -28,13 +28,14 @@ class NodeLoad:
 
 @dataclass(frozen=True, slots=True)
 class PartitionDemand:
-    """A partition's load. `memory`: bytes; `home_zone`: the preferred one."""
+    """A partition's load. `memory`: bytes; `home_zone`: the preferred one; `unfit`: nodes that can't hold its class."""
 
     partition: PartitionId
     topic_id: int
     memory: int = 0
     per_s: float = 0.0
     home_zone: str = ""
+    unfit: frozenset[NodeId] = frozenset()
 
 
 class Placement(NamedTuple):
@@ -47,7 +48,7 @@ class Placement(NamedTuple):
 
 
 def place(partitions: Iterable[PartitionDemand], nodes: Sequence[NodeLoad]) -> list[Placement]:
-    """Place partitions, the heaviest first: where memory suffices, then at home, then where load is least.
+    """Place partitions, the heaviest first: by durability class, memory, home, then where load is least.
 
     Load: the sum of a node's shares of memory, rate, partitions and partitions of the topic. Raises Conflict
     without nodes.
@@ -80,7 +81,13 @@ class _Chooser:
         at_home = set(in_zones) if one.home_zone else set(self._nodes)
         node = min(
             self._nodes,
-            key=lambda node: (not self._fits(node, one), node not in at_home, self._load_with(node, one), node),
+            key=lambda node: (
+                node in one.unfit,
+                not self._fits(node, one),
+                node not in at_home,
+                self._load_with(node, one),
+                node,
+            ),
         )
         fits = self._fits(node, one)
         self._memory[node] += one.memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from mqlayer.domain.durability import NODE
@@ -83,15 +83,16 @@ def planned_move(
     return plan_move(route, partition, node, mode="unreachable" if unreachable else "live")
 
 
-def choose_node(database: Database, route: Route, partition: int) -> NodeId:
-    """Return the other node that takes partitions and has the fewest of the topic. Raises Conflict without one."""
+def choose_node(database: Database, route: Route, partition: int, *, unfit: Collection[NodeId] = ()) -> NodeId:
+    """Return the other node that has the fewest of the topic, `unfit` ones last. Raises Conflict without one."""
     home = next((r.node for r in route.ranges if r.partition == partition), NodeId(0))
     in_use = [r.node for r in route.ranges]
     serving = [node for node in load_nodes(database) if node.takes_partitions and node.node_id != home]
     with database.connection() as connection:
         row = connection.execute(query("topic_home_zone"), {"name": route.topic}).fetchone()
     # A class that waits for replicas is refused on a node without any.
-    able = [node for node in serving if node.replicas] if route.durability in ("replica", "quorum") else []
+    waits = route.durability in ("replica", "quorum")
+    able = [node for node in serving if node.node_id not in unfit and (node.replicas or not waits)]
     serving = able or serving
     at_home = [node for node in serving if row is not None and row[1] and node.zone == row[1]]
     return emptiest((node.node_id for node in at_home or serving), in_use, other_than=home)
@@ -107,8 +108,7 @@ def apply_plan(runtime: Runtime, plan: ChangePlan, *, note: ChangeNote | None = 
     """Apply a plan, return the new route. `note` writes in the transaction that records it.
 
     Raises Conflict, nothing changed, if the route differs or a change is open, ConfigurationRefused for a node that
-    can't hold the topic's durability class; StoreUnavailable leaves the change open,
-    for the worker or the next command.
+    can't hold the topic's class; StoreUnavailable leaves the change to the worker or the next command.
     """
     _refuse_homes(runtime, plan)
     change_id = _record_plan(runtime, plan, note)

@@ -14,6 +14,7 @@ from mqlayer.redis.acl_check import RequiredAccess
 from mqlayer.redis.cluster_connection import ClusterConnection
 from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.redis.roles import RedisRole
+from mqlayer.runtime.heartbeat_sender import HeartbeatSender
 from mqlayer.settings import Settings
 
 
@@ -32,6 +33,10 @@ class Runtime:
     actor: str = "api"
     in_force: InForce = field(default_factory=InForce)
     """The control schema's protocol version that this process acts on."""
+    beats: Database | None = None
+    """Heartbeats' own connections; None: `control`."""
+    sender: HeartbeatSender | None = None
+    """Sends heartbeats together; None: each by itself."""
     connection_class: ClassVar[type[NodeConnection]] = NodeConnection
     cluster_connection_class: ClassVar[type[ClusterConnection]] = ClusterConnection
 
@@ -47,6 +52,11 @@ class Runtime:
             raise InvalidInput("no application database given: pass `application` to Runtime")
         return self.application
 
+    @property
+    def heartbeats(self) -> Database:
+        """Heartbeats' control database."""
+        return self.beats or self.control
+
     def connection(
         self, node: Node, role: RedisRole | None = None, *, any_run: bool = False, within_s: float | None = None
     ) -> NodeConnection:
@@ -61,7 +71,7 @@ class Runtime:
             timeout_s=settings.socket_timeout_s if within_s is None else within_s,
             any_run=any_run,
             unsafe=settings.allow_unsafe_redis,
-            required=None if role is None else RequiredAccess(role, self.prefix),
+            required=None if role is None else RequiredAccess(role, self.prefix, node.is_cluster),
         )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
 
 from mqlayer.domain.durability import NODE, REPLICAS_LIMIT, Durability, check_durability
 from mqlayer.domain.names import check_name
 from mqlayer.domain.protocol import DURABILITY
-from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.domain.routing import NodeId
+from mqlayer.errors import Conflict, InvalidInput, MqlayerError, NotFound
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.protocol import read_protocols
@@ -18,6 +19,7 @@ from mqlayer.redis.node_connection import Node
 from mqlayer.runtime.route_cache import load_nodes, nodes_by
 from mqlayer.runtime.runtime import Runtime
 
+ANSWER_WITHIN_S: Final = 3.0
 TIMEOUTS: Final = {"lock_wait": "5s", "idle": "30s"}
 
 
@@ -74,6 +76,43 @@ def refuse_nodes(runtime: Runtime, nodes: Iterable[Node], durability: Durability
     for node in nodes if durability != NODE else ():
         with runtime.connection(node) as connection:
             refuse_server(connection, node, durability)
+
+
+class DurableTopic(NamedTuple):
+    """`unfit`: nodes that can't hold its class, with reasons."""
+
+    topic: str
+    durability: Durability
+    nodes: frozenset[NodeId]
+    unfit: Mapping[NodeId, str]
+
+
+def durable_topics(runtime: Runtime) -> dict[str, DurableTopic]:
+    """Return topics with a class other than `node`, by name."""
+    with runtime.control.connection() as connection:
+        rows = connection.execute(query("durable_topics")).fetchall()
+        nodes = [node for node in nodes_by(connection) if node.takes_partitions] if rows else []
+    unfit = {one: _unfit(runtime, nodes, one) for one in {row[1] for row in rows}}
+    return {
+        topic: DurableTopic(topic, durability, frozenset(map(NodeId, places)), unfit[durability])
+        for topic, durability, places in rows
+    }
+
+
+def unfit_nodes(topics: Mapping[str, DurableTopic], topic: str) -> frozenset[NodeId]:
+    """Return nodes that can't hold its class."""
+    return frozenset(topics[topic].unfit) if topic in topics else frozenset()
+
+
+def _unfit(runtime: Runtime, nodes: Iterable[Node], durability: Durability) -> Mapping[NodeId, str]:
+    found: dict[NodeId, str] = {}
+    for node in nodes:
+        try:
+            with runtime.connection(node, within_s=ANSWER_WITHIN_S) as connection:
+                refuse_server(connection, node, durability)
+        except MqlayerError as error:
+            found[node.node_id] = str(error)
+    return found
 
 
 def set_node_replicas(runtime: Runtime, name: str, replicas: int) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from mqlayer.domain.names import check_name, check_zone
-from mqlayer.domain.node_runs import is_former, is_same_run, is_unchanged
+from mqlayer.domain.node_runs import is_armed_shard, is_former, is_same_run, is_unchanged
 from mqlayer.domain.routing import NodeId
 from mqlayer.errors import AccessDenied, Conflict, NodeNotArmed, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
@@ -127,7 +127,7 @@ def arm_if_allowed(runtime: Runtime, name: str) -> Node:
     """
     node = find_node(runtime.control, name)
     try:
-        check_access(node, RequiredAccess(RedisRole.ARMING, runtime.prefix))
+        check_access(node, RequiredAccess(RedisRole.ARMING, runtime.prefix, node.is_cluster))
         return rearm_node(runtime, name)[0]
     except AccessDenied as error:
         log.warning("node_not_armed", extra={"node": name, "reason": f"{error}; it is left to a worker"})
@@ -212,7 +212,7 @@ class _NodeArming:
         node, connection = self._node, self._connection
         with self._runtime.connection(node, RedisRole.ARMING, any_run=True) as node_connection:
             run_id = node_connection.connect().run_id
-            self._refuse(run_id)
+            self._refuse(run_id, node_connection)
             refuse_armed_server(connection, node, run_id)
             repair = NodeRepair(self._runtime, connection, node_connection, **options)
             if not self._empty and repair.state.is_empty:
@@ -255,15 +255,25 @@ class _NodeArming:
     def _is_shorter(self, offsets: Lowered) -> bool:
         return any(offset < self._lowered.get(partition, offset + 1) for partition, offset in offsets.items())
 
-    def _refuse(self, run_id: str) -> None:
+    def _refuse(self, run_id: str, connection: NodeConnection) -> None:
         node = self._node
-        if not self._former and is_former(run_id, armed=node.armed_run_id, former=self._formers):
+        if self._former or not is_former(run_id, armed=node.armed_run_id, former=self._formers):
+            return
+        if not self._is_shard_again(connection):
             raise NodeNotArmed(
                 node.address,
                 f"its run {run_id[:8]} is an old primary of node {node.name!r} and another primary took its place: "
                 f"stop it, or let the address lead to that one; mqlayer node rearm {node.name} --former "
                 "takes it back, and accepts the messages that it lacks",
             )
+
+    def _is_shard_again(self, connection: NodeConnection) -> bool:
+        """Whether a former shard has slots again."""
+        # Armed ones say so. It gave all of them away, and was no replica since: else it would be another run.
+        if not isinstance(connection, ClusterConnection):
+            return False
+        armed = self._node.armed_run_id
+        return connection.is_told_by([n for n, run in connection.shard_runs().items() if is_armed_shard(run, armed)])
 
     def _renew_file(self, connection: NodeConnection) -> None:
         """Rewrite the append-only file: a restart would run the torn start of a transaction."""

@@ -413,8 +413,10 @@ FROM unnest(%(lp_from)s::smallint[], %(lp_to)s::smallint[], %(epochs)s::bigint[]
 ORDER BY lp_from;
 
 -- name: fence_clean
--- Forget applied seqs beyond the redelivery horizon.
-SELECT mqlayer_app.fence_clean_v1(make_interval(secs => %(horizon_s)s), %(limit)s);
+-- Forget applied seqs beyond the redelivery horizon in some blocks of their table; how many, how many blocks it has, and
+-- the time.
+SELECT forgotten, blocks, date_part('epoch', now())
+FROM mqlayer_app.fence_clean_v2(make_interval(secs => %(horizon_s)s), %(block)s, %(blocks)s);
 
 -- name: application_right_held
 -- Who calls, and whether it has a right for a scope, or this or one of the others without limits.

@@ -189,6 +189,11 @@ SET session = excluded.session, host = excluded.host, pid = excluded.pid, deploy
 WHERE %(own)s::bigint[] IS NULL OR m.session = ANY(%(own)s::bigint[]) OR m.session < ALL(%(own)s::bigint[])
 RETURNING session, acts_on;
 
+-- name: member_placed
+-- Whether a member owns a partition, or is to get one.
+SELECT FROM mqlayer.assignment
+WHERE group_id = %(group_id)s AND (member_id = %(member_id)s OR target = %(member_id)s) LIMIT 1;
+
 -- name: members_spare
 -- A member comes back whose lease ran out, with those of all its group and about when its own did, and nobody noted it:
 -- the database was away, so they come back too, and keep what they have if they do so soon. Before member_join.
@@ -204,16 +209,57 @@ WHERE own.group_id = %(group_id)s AND own.member_id = %(member_id)s
 -- The number of a session that is to be: known before the joining, whose answer may be lost.
 SELECT nextval('mqlayer.member_session');
 
+-- part: state_of_beat
+-- What a heartbeat answers: which protocol versions the schema serves, and what state all that the member may know of is
+-- in: where that is as it was, nothing else has to be read. A breaker that is not closed changes with time. Rows by their
+-- transaction, where no version counts their changes.
+p.serves_from, p.in_force, p.serves_to, coalesce(g.allocation, 0) AS allocation,
+       (extract(epoch FROM clock_timestamp()) * 1000)::bigint AS now_ms,
+       ROW(g.version, g.seek, g.replay, g.parking, g.settings_version, g.paused_at, t.xmin,
+           EXISTS (SELECT FROM mqlayer.redrive d WHERE d.group_id = g.group_id AND d.state = 'running' AND d.newer = 'wait'
+                   AND d.name IS NULL),
+           CASE WHEN g.breaker_share IS NOT NULL THEN EXISTS (
+               SELECT FROM mqlayer.member sm
+               WHERE sm.group_id = g.group_id AND sm.failing_keys > 0 AND sm.member_id <> given.member_id
+                 AND sm.reported_at > now() - make_interval(secs => g.breaker_window_s)) END,
+           CASE WHEN b.group_id IS NOT NULL THEN clock_timestamp() END,
+           own.partitions, own.changes, own.pauses)::text AS state
+FROM given CROSS JOIN mqlayer.protocol p
+LEFT JOIN mqlayer.consumer_group g ON g.group_id = given.group_id
+LEFT JOIN mqlayer.topic t USING (topic_id)
+LEFT JOIN mqlayer.breaker b ON b.group_id = g.group_id
+CROSS JOIN LATERAL (
+    SELECT count(*) AS partitions, sum(a.xmin::text::bigint) AS changes, sum(pp.xmin::text::bigint) AS pauses
+    FROM mqlayer.assignment a LEFT JOIN mqlayer.partition_pause pp USING (group_id, partition_id)
+    WHERE a.group_id = given.group_id AND a.member_id = given.member_id) AS own;
+
 -- name: member_beat
--- Extend a member's lease by the database's clock, unless it ran out; and say whether the group needs a look: a lease ran
--- out, a partition has no owner, or partitions came or went. And which protocol versions the schema serves.
-WITH beat AS (
+-- Extend a member's lease by the database's clock, unless it ran out; say what it may have to read.
+WITH given AS MATERIALIZED (SELECT %(group_id)s::bigint AS group_id, %(member_id)s::text AS member_id), beat AS (
     UPDATE mqlayer.member SET lease_until = now() + make_interval(secs => %(lease_s)s), acts_on = %(acts_on)s
     WHERE group_id = %(group_id)s AND member_id = %(member_id)s AND session = %(session)s AND lease_until >= now()
     RETURNING member_id
 )
-SELECT (SELECT count(*) FROM beat) AS known,
-       EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = %(group_id)s AND m.member_id <> %(member_id)s
+SELECT (SELECT count(*) FROM beat) AS known, {state_of_beat};
+
+-- name: members_beat
+-- The same for several members of a process, in their order.
+WITH given AS MATERIALIZED (
+    SELECT * FROM unnest(%(group_ids)s::bigint[], %(member_ids)s::text[], %(sessions)s::bigint[], %(lease_s)s::float8[],
+                         %(acts_on)s::int[]) WITH ORDINALITY AS one (group_id, member_id, session, lease_s, acts_on, number)
+), beat AS (
+    UPDATE mqlayer.member m SET lease_until = now() + make_interval(secs => given.lease_s), acts_on = given.acts_on
+    FROM given
+    WHERE m.group_id = given.group_id AND m.member_id = given.member_id AND m.session = given.session
+      AND m.lease_until >= now()
+    RETURNING m.session
+)
+SELECT (SELECT count(*) FROM beat WHERE beat.session = given.session) AS known, {state_of_beat}
+ORDER BY given.number;
+
+-- name: group_unbalanced
+-- Whether a group needs a rebalance: a lease ran out, a partition has no owner, or partitions came or went.
+SELECT EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = %(group_id)s AND m.member_id <> %(member_id)s
                AND m.lease_until < now() AND m.lease_until > '-infinity')
        OR EXISTS (SELECT FROM mqlayer.readable r
                   LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
@@ -221,9 +267,12 @@ SELECT (SELECT count(*) FROM beat) AS known,
                   WHERE r.group_id = %(group_id)s AND a.member_id IS NULL AND EXISTS (
                       SELECT FROM mqlayer.member s
                       WHERE s.group_id = r.group_id AND s.lease_until >= now() AND NOT s.leaving
-                        AND coalesce(s.deployment = r.deployment, true))) AS unbalanced,
-       p.serves_from, p.in_force, p.serves_to
-FROM mqlayer.protocol p;
+                        AND coalesce(s.deployment = r.deployment, true))) AS unbalanced;
+
+-- name: members_counted
+-- How many members of a group live, by a thousand at most.
+SELECT count(*) FROM (
+    SELECT FROM mqlayer.member m WHERE m.group_id = %(group_id)s AND m.lease_until > '-infinity' LIMIT 1000) AS living;
 
 -- name: member_session
 -- The newest session of a member id. Asked for by itself: the heartbeat's statement may have begun before that one joined.
@@ -231,8 +280,8 @@ SELECT session FROM mqlayer.member WHERE group_id = %(group_id)s AND member_id =
 
 -- name: groups_unbalanced
 -- Live groups that need a rebalance and may have nobody to ask for it: a lease ran out, or what the group may consume
--- has an owner that is gone, or has none although a member could take it. The condition of member_beat, for all groups
--- at once; a group without members is left alone, or every scan would take its lock for nothing. Where all leases ran
+-- has an owner that is gone, or has none although a member could take it. The condition of group_unbalanced, for all
+-- groups at once; a group without members is left alone, or every scan would take its lock for nothing. Where all leases ran
 -- out it may be the database that was away: for a while the members may come back, and nobody else would take over.
 SELECT g.group_id FROM mqlayer.consumer_group g
 WHERE g.state = 'live'
@@ -268,13 +317,13 @@ SELECT p.partition_id, p.node_id, p.lp_from, p.lp_to, a.epoch, coalesce(s.start_
            SELECT count(*) FROM mqlayer.readable r WHERE r.group_id = %(group_id)s) END::int AS share_count,
        b.state, extract(epoch FROM clock_timestamp() - b.changed_at)::float8,
        extract(epoch FROM b.probe_at - clock_timestamp())::float8, b.state = 'probing' AND b.probe_session = %(session)s,
-       b.state = 'probing' AND NOT EXISTS (
+       CASE WHEN b.state = 'probing' THEN NOT EXISTS (
            SELECT FROM mqlayer.member pm
-           WHERE pm.group_id = g.group_id AND pm.session = b.probe_session AND pm.lease_until >= now()),
-       b.cause, g.breaker_share IS NOT NULL AND EXISTS (
+           WHERE pm.group_id = g.group_id AND pm.session = b.probe_session AND pm.lease_until >= now()) ELSE false END,
+       b.cause, CASE WHEN g.breaker_share IS NOT NULL THEN EXISTS (
            SELECT FROM mqlayer.member sm
            WHERE sm.group_id = g.group_id AND sm.failing_keys > 0 AND sm.member_id <> %(member_id)s
-             AND sm.reported_at > now() - make_interval(secs => g.breaker_window_s)),
+             AND sm.reported_at > now() - make_interval(secs => g.breaker_window_s)) ELSE false END,
        g.tag_filter, g.parking, g.allocation, g.backoff_s, g.backoff_jitter, g.attempt_limit, g.policy,
        g.non_retryable_errors, g.retryable_errors, g.time_limit_s, g.max_time_limit_s, g.parked_keys_limit, g.parked_messages_limit,
        g.parked_bytes_limit, g.key_messages_limit, g.key_bytes_limit, g.breaker_share, g.breaker_keys, g.breaker_window_s, g.breaker_errors,
@@ -339,10 +388,12 @@ WHERE p.partition_id = a.partition_id AND m.group_id = a.group_id AND m.member_i
 -- Who owns what of all that a group may consume, and who shall; what is published there by the second; the deployment
 -- whose members may have it; and its zone.
 SELECT r.partition_id, a.member_id, a.epoch, a.target, coalesce(p.per_s, 0) AS per_s, r.deployment,
-       (SELECT n.zone FROM mqlayer.partition o JOIN mqlayer.node n USING (node_id) WHERE o.partition_id = r.partition_id) AS zone
+       n.zone
 FROM mqlayer.readable r
 LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
 LEFT JOIN mqlayer.partition_rate p ON p.partition_id = r.partition_id
+LEFT JOIN mqlayer.partition o ON o.partition_id = r.partition_id
+LEFT JOIN mqlayer.node n ON n.node_id = o.node_id
 WHERE r.group_id = %(group_id)s ORDER BY r.partition_id;
 
 -- name: rates_wanted
@@ -391,6 +442,18 @@ WHERE a.group_id = %(group_id)s AND a.partition_id = given.partition_id;
 UPDATE mqlayer.assignment SET member_id = NULL, target = NULL, changed_at = now()
 WHERE group_id = %(group_id)s AND partition_id = ANY(%(partitions)s::int[]);
 
+-- name: assignments_pass
+-- The owner gives partitions back, and each passes to the living member that the last rebalance chose; nothing of those
+-- whose epoch is not in force any more, or without such a member, or that the group must not consume now.
+UPDATE mqlayer.assignment a SET member_id = a.target, epoch = nextval('mqlayer.epoch'), changed_at = now()
+FROM unnest(%(partitions)s::int[], %(epochs)s::bigint[]) AS given (partition_id, epoch), mqlayer.member m
+WHERE a.group_id = %(group_id)s AND a.member_id = %(member_id)s AND a.target <> a.member_id
+  AND a.partition_id = given.partition_id AND a.epoch = given.epoch
+  AND m.group_id = a.group_id AND m.member_id = a.target AND m.lease_until >= now() AND NOT m.leaving
+  AND EXISTS (SELECT FROM mqlayer.readable r WHERE r.group_id = %(group_id)s AND r.partition_id = a.partition_id
+              AND coalesce(r.deployment = m.deployment, true))
+RETURNING a.member_id;
+
 -- name: assignments_release
 -- The owner gives partitions back; nothing of those whose epoch is not in force any more.
 UPDATE mqlayer.assignment a SET member_id = NULL, target = NULL, changed_at = now()
@@ -428,6 +491,13 @@ WITH raised AS (
     UPDATE mqlayer.consumer_group SET allocation = allocation + 1 WHERE group_id = %(group_id)s RETURNING group_id
 )
 SELECT pg_notify('mqlayer_group', group_id::text) FROM raised;
+
+-- name: allocation_raise_for
+-- Note that assignments of a group changed, and let only the members know that these payloads name: who loses or gains.
+WITH raised AS (
+    UPDATE mqlayer.consumer_group SET allocation = allocation + 1 WHERE group_id = %(group_id)s RETURNING group_id
+)
+SELECT pg_notify('mqlayer_group', told.payload) FROM raised CROSS JOIN unnest(%(payloads)s::text[]) AS told (payload);
 
 -- name: pop_partitions
 -- The partitions of a group with ordered pop, or a shared one, under which epoch they are given out, and whether they are

@@ -70,7 +70,9 @@ WHERE group_id = %(group_id)s AND number > %(after)s AND number <= %(upto)s;
 SELECT s.partition_id, k.lp, k.name, k.cause, k.attempts, k.started, k.started_alone,
        CASE WHEN k.paused_at IS NULL THEN date_part('epoch', k.due_at - clock_timestamp()) END
 FROM unnest(%(partitions)s::int[], %(lps_from)s::int[], %(lps_to)s::int[]) AS s (partition_id, lp_from, lp_to)
-JOIN mqlayer.parked_key k ON k.group_id = %(group_id)s AND k.lp >= s.lp_from AND k.lp < s.lp_to
+-- OFFSET keeps this a look-up per range: a join would compare each range with all of the group's keys.
+CROSS JOIN LATERAL (SELECT * FROM mqlayer.parked_key k
+                    WHERE k.group_id = %(group_id)s AND k.lp >= s.lp_from AND k.lp < s.lp_to OFFSET 0) AS k
 ORDER BY k.lp, k.name;
 
 -- name: parked_keys_named
@@ -85,8 +87,10 @@ WHERE k.group_id = %(group_id)s;
 -- gave was settled before; that its offset is given out again is for its node, which fell back.
 SELECT s.partition_id, m.lp, m.name, m.log_offset
 FROM unnest(%(partitions)s::int[], %(committed)s::bigint[]) AS s (partition_id, committed)
-JOIN mqlayer.parked_message m ON m.group_id = %(group_id)s AND m.partition_id = s.partition_id AND m.log_offset >= s.committed
-    AND m.replay IS NULL;
+-- As in parked_keys: a join would read all that the group has parked.
+CROSS JOIN LATERAL (SELECT m.lp, m.name, m.log_offset FROM mqlayer.parked_message m
+                    WHERE m.group_id = %(group_id)s AND m.partition_id = s.partition_id AND m.log_offset >= s.committed
+                      AND m.replay IS NULL OFFSET 0) AS m;
 
 -- name: dead_unsettled
 -- What is dead of partitions from an offset of each on: it is passed over. Also what was given back since the group was

@@ -253,9 +253,13 @@ WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s;
 
 -- name: parked_release
 -- Let parked keys be tried at once, with all of their attempts before them. Where an owner has one in hand, it finds that.
+-- Their rows are locked, so each is found at the place where it was looked up: a join by key would read all of the group's
+-- keys where statistics are late.
 UPDATE mqlayer.parked_key k SET due_at = clock_timestamp(), attempts = 0, released = k.started IS NOT NULL
-FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS given (lp, name)
-WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name AND k.paused_at IS NULL RETURNING k.lp;
+FROM (SELECT p.ctid FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS given (lp, name)
+      CROSS JOIN LATERAL (SELECT p.ctid FROM mqlayer.parked_key p
+                          WHERE p.group_id = %(group_id)s AND p.lp = given.lp AND p.name = given.name OFFSET 0) AS p) AS found
+WHERE k.ctid = found.ctid AND k.paused_at IS NULL RETURNING k.lp;
 
 -- name: key_pause
 -- Let a key rest: parked, and due at no time; nothing where it rests.
@@ -276,14 +280,18 @@ WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s AND paused_at 
 SELECT paused_at FROM mqlayer.parked_key
 WHERE group_id = %(group_id)s AND lp = %(lp)s AND name = %(name)s AND paused_at IS NOT NULL;
 
--- name: parked_heads_reset
--- What the heads of parked keys failed before they were parked counts no more.
-UPDATE mqlayer.parked_message m SET attempts = 0
-FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS given (lp, name)
-CROSS JOIN LATERAL (SELECT h.source, h.seq, h.attempts FROM mqlayer.parked_message h
+-- name: parked_heads_failed
+-- The heads of parked keys that failed before they were parked.
+SELECT h.lp, h.source, h.seq FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS given (lp, name)
+CROSS JOIN LATERAL (SELECT h.lp, h.source, h.seq, h.attempts FROM mqlayer.parked_message h
                     WHERE h.group_id = %(group_id)s AND h.lp = given.lp AND h.name = given.name
-                    ORDER BY h.position, h.seq LIMIT 1) AS head
-WHERE m.group_id = %(group_id)s AND m.lp = given.lp AND m.source = head.source AND m.seq = head.seq AND head.attempts > 0;
+                    ORDER BY h.position, h.seq LIMIT 1) AS h
+WHERE h.attempts > 0;
+
+-- name: parked_head_reset
+-- What the head of a parked key failed before it was parked counts no more.
+UPDATE mqlayer.parked_message SET attempts = 0
+WHERE group_id = %(group_id)s AND lp = %(lp)s AND source = %(source)s AND seq = %(seq)s;
 
 -- name: parked_discard
 -- Move the first messages of a parked key, up to a place, to the dead ones; the key's row is locked.
@@ -540,6 +548,10 @@ WHERE i.redrive_id = %(redrive_id)s AND i.number > %(after)s
   AND (NOT %(failed)s::boolean OR i.result = 'failed')
 ORDER BY i.number LIMIT %(limit)s;
 
+-- part: next_items
+-- The next items of a bulk action: their numbers have no holes.
+i.redrive_id = %(redrive_id)s AND i.number > %(at_number)s::int AND i.number <= %(at_number)s::int + %(limit)s::int
+
 -- name: bulk_hold
 -- Lock a running bulk action for its next batch; nothing where it ended or somebody else works on it.
 SELECT at_number, per_s, reason, actor FROM mqlayer.redrive
@@ -551,16 +563,18 @@ SELECT i.number, i.dead_id,
        CASE WHEN d.dead_id IS NULL THEN 'gone' WHEN d.redriven_at IS NOT NULL THEN 'already'
             WHEN d.body_size IS NULL AND %(act)s::text = 'redrive' THEN 'no_body'
             WHEN d.died_at <> i.since OR d.cause <> i.cause THEN 'changed' END
-FROM mqlayer.bulk_item i LEFT JOIN mqlayer.dead_fact d ON d.dead_id = i.dead_id AND d.group_id = i.group_id
-WHERE i.redrive_id = %(redrive_id)s AND i.number > %(at_number)s ORDER BY i.number LIMIT %(limit)s;
+FROM mqlayer.bulk_item i
+-- OFFSET keeps this a look-up per item, here and below: nothing is known of a set that was planned just now, and a join
+-- would read all of the group for each batch.
+LEFT JOIN LATERAL (SELECT * FROM mqlayer.dead_fact d
+                   WHERE d.dead_id = i.dead_id AND d.group_id = i.group_id OFFSET 0) AS d ON true
+WHERE {next_items} ORDER BY i.number;
 
 -- name: bulk_hold_keys
--- Lock the next parked keys of a bulk action.
-SELECT 1 FROM mqlayer.parked_key k
-JOIN (SELECT i.group_id, i.lp, i.name FROM mqlayer.bulk_item i
-      WHERE i.redrive_id = %(redrive_id)s AND i.number > %(at_number)s ORDER BY i.number LIMIT %(limit)s) AS i
-  USING (group_id, lp, name)
-ORDER BY k.group_id, k.lp, k.name FOR UPDATE OF k;
+-- Lock the next parked keys of a bulk action, in the order of their items, which is that of LP and name.
+SELECT 1 FROM (SELECT i.group_id, i.lp, i.name FROM mqlayer.bulk_item i WHERE {next_items} ORDER BY i.number OFFSET 0) AS i
+CROSS JOIN LATERAL (SELECT FROM mqlayer.parked_key k
+                    WHERE k.group_id = i.group_id AND k.lp = i.lp AND k.name = i.name FOR UPDATE) AS k;
 
 -- name: bulk_next_parked
 -- The next parked keys of a bulk action, and why one is passed by.
@@ -570,11 +584,12 @@ SELECT i.number, i.lp, i.name, i.upto, i.gone,
             WHEN %(act)s::text <> 'release' THEN NULL
             WHEN k.paused_at IS NOT NULL THEN 'paused' WHEN k.due_at <= clock_timestamp() THEN 'due' END
 FROM mqlayer.bulk_item i
-LEFT JOIN mqlayer.parked_key k USING (group_id, lp, name)
+LEFT JOIN LATERAL (SELECT * FROM mqlayer.parked_key k
+                   WHERE k.group_id = i.group_id AND k.lp = i.lp AND k.name = i.name OFFSET 0) AS k ON true
 LEFT JOIN LATERAL (
     SELECT m.source, m.seq FROM mqlayer.parked_message m
     WHERE m.group_id = i.group_id AND m.lp = i.lp AND m.name = i.name ORDER BY m.position, m.seq LIMIT 1) AS h ON true
-WHERE i.redrive_id = %(redrive_id)s AND i.number > %(at_number)s ORDER BY i.number LIMIT %(limit)s;
+WHERE {next_items} ORDER BY i.number;
 
 -- name: bulk_part
 -- Note that so many more messages of a key are discarded; the item is not done.
@@ -582,9 +597,12 @@ UPDATE mqlayer.bulk_item SET gone = gone + %(gone)s WHERE redrive_id = %(redrive
 
 -- name: bulk_results
 -- What was done with items.
-UPDATE mqlayer.bulk_item i SET result = given.result, error = %(error)s, at = clock_timestamp()
-FROM unnest(%(numbers)s::int[], %(results)s::text[]) AS given (number, result)
-WHERE i.redrive_id = %(redrive_id)s AND i.number = given.number;
+-- As in parked_release: the bulk action's row is locked.
+UPDATE mqlayer.bulk_item i SET result = found.result, error = %(error)s, at = clock_timestamp()
+FROM (SELECT given.result, b.ctid FROM unnest(%(numbers)s::int[], %(results)s::text[]) AS given (number, result)
+      CROSS JOIN LATERAL (SELECT b.ctid FROM mqlayer.bulk_item b
+                          WHERE b.redrive_id = %(redrive_id)s AND b.number = given.number OFFSET 0) AS b) AS found
+WHERE i.ctid = found.ctid;
 
 -- name: bulk_advance
 -- Up to which item a bulk action has come, and when it may go on.

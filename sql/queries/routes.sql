@@ -21,7 +21,7 @@ WHERE c.state IN ('planned', 'sealing', 'sealed') AND (%(topic)s::text IS NULL O
 
 -- name: change_lock
 -- Lock one change for its next step.
-SELECT c.change_id, c.topic_id, t.name, c.version, c.kind, c.state, c.mode
+SELECT c.change_id, c.topic_id, t.name, c.version, c.kind, c.state, c.mode, t.durability
 FROM mqlayer.route_change c JOIN mqlayer.topic t USING (topic_id)
 WHERE c.change_id = %(change_id)s FOR UPDATE OF c;
 

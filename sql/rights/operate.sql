@@ -119,6 +119,7 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.delayed_release_v1 TO {role};
 GRANT SELECT, UPDATE (alarm_at) ON mqlayer_app.entity_version TO {role};
 GRANT SELECT ON mqlayer_app.fence_applied TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.fence_clean_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.fence_clean_v2 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.fence_copy_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.inbox_copy_v1 TO {role};
 GRANT SELECT ON mqlayer_app.fence_epoch TO {role};

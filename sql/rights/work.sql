@@ -86,6 +86,7 @@ GRANT SELECT, DELETE ON mqlayer_app.dedup TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.delayed_release_v1 TO {role};
 GRANT SELECT, UPDATE (alarm_at) ON mqlayer_app.entity_version TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.fence_clean_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.fence_clean_v2 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_v1 TO {role};
 GRANT SELECT, INSERT (only_one), UPDATE (timeline) ON mqlayer_app.identity TO {role};

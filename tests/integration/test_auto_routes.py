@@ -14,6 +14,7 @@ from mqlayer.postgres.rights import Right
 from mqlayer.routes import drop_change
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.stack import RedisServer
+from mqlayer.topics import set_durability, set_node_replicas
 from mqlayer.workers.tasks import TASKS
 from tests.fixtures.auto_scenes import (
     MEASURED,
@@ -264,3 +265,18 @@ def test_a_new_node_is_filled_by_moves_one_after_the_other(world: World, node: R
         "SELECT node_id, count(*)::int FROM mqlayer.partition WHERE state = 'open' GROUP BY 1 ORDER BY 1"
     )
     assert placed == [(1, 2), (2, 2)]
+
+
+@pytest.mark.world(partitions=2)
+def test_no_partition_moves_to_a_node_that_can_not_hold_its_topic_s_class(world: World, node: RedisServer) -> None:
+    switch_on(world, mode="report", capacity_per_s=1_000.0, min_partitions=2)
+    set_node_replicas(world.runtime(), "node-1", 1)
+    set_durability(world.runtime(), "orders", "replica")
+    world.add_node(node.url)
+    put_load(world, dict.fromkeys((1, 2), 100.0))
+    one_pass(world)
+    assert decisions_of(world.database, "orders") == []
+    set_node_replicas(world.runtime(), "node-2", 1)
+    one_pass(world)
+    (decision,) = decisions_of(world.database, "orders")
+    assert decision.reason.endswith("messages/s go to node-2")

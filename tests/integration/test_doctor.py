@@ -6,8 +6,10 @@ import itertools
 import json
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,11 @@ import redis
 
 from mqlayer.doctor import CheckLimits, Finding, diagnose, nodes
 from mqlayer.doctor.findings import LIMITS, CheckStatus, run_checks
+from mqlayer.doctor.health import system_health
 from mqlayer.doctor.nodes import CheckedNode
+from mqlayer.doctor.problem_history import Problem
 from mqlayer.domain.routing import NodeId
+from mqlayer.exporter import control_samples, outbox_samples
 from mqlayer.groups.group import GroupSettings, ensure_group
 from mqlayer.groups.members import join
 from mqlayer.maintenance.jobs import PERIODIC_JOBS
@@ -385,6 +390,57 @@ def test_settings_that_lose_commits_are_broken(ward: Ward, postgres_server: Any)
     assert (finding.verdict, finding.seen) == ("broken", "synchronous_commit off")
     ward.world.control_dsn = ward.world.app_dsn = postgres_server.dsn("postgres")
     assert [f.seen for f in ward.findings("durability")] == ["fsync off"], "as this test's shared server has it"
+
+
+@contextmanager
+def a_standby_away(server: PostgresServer) -> Iterator[None]:
+    """Let commits wait for a standby that is not there."""
+    with psycopg.connect(server.dsn(), autocommit=True) as connection:
+        connection.execute("SET synchronous_commit = local")
+
+        def wait_for(names: str) -> None:
+            connection.execute(f"ALTER SYSTEM SET synchronous_standby_names = '{names}'".encode())
+            connection.execute("SELECT pg_reload_conf()")
+            shown = "SHOW synchronous_standby_names"
+            wait_until(lambda: connection.execute(shown).fetchone() == (names,), what="the setting")
+
+        wait_for("away")
+        try:
+            yield
+        finally:
+            wait_for("")
+
+
+def test_commits_that_wait_for_a_standby_are_a_finding_a_problem_and_a_metric(
+    ward: Ward, well_postgres: PostgresServer
+) -> None:
+    def told() -> list[Problem]:
+        found = system_health(ward.world.runtime())
+        return [one for one in found.problems if one.alert.name == "MqlayerCommitsWait"]
+
+    def publish() -> None:
+        with psycopg.connect(ward.world.dsn) as connection:
+            connection.execute("SELECT mqlayer_app.publish_v1('orders', 'k', '1')")
+
+    def waited_s() -> float:
+        ((value, labels),) = control_samples(ward.world.runtime())["mqlayer.postgres.commit_wait"]
+        assert labels == {"schema": "control"}
+        return value
+
+    assert (told(), waited_s()) == ([], 0)
+    with a_standby_away(well_postgres):
+        (problem,) = told()
+        assert "no synchronous standby is there" in problem.text
+        assert problem.place.item == "control", "of one server, once"
+        committing = threading.Thread(target=publish)
+        committing.start()
+        wait_until(lambda: waited_s() > 0, what="a commit to wait")
+        (finding,) = ward.findings("durability", synchronous_s=0.0)
+        assert finding.seen.startswith("1 commits wait for a synchronous standby, the first for")
+        assert outbox_samples(ward.world.database)["mqlayer.postgres.commit_wait"][0][0] > 0
+        assert committing.is_alive()
+    committing.join(timeout=20)
+    assert (committing.is_alive(), told(), waited_s()) == (False, [], 0)
 
 
 def test_a_role_whose_idle_transactions_are_never_ended_is_named(ward: Ward) -> None:

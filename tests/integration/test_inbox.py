@@ -20,7 +20,7 @@ from mqlayer.domain.message import Identity
 from mqlayer.errors import AlreadyApplied, Conflict, InvalidInput, Reject, TransactionConflict
 from mqlayer.groups.seek import apply_seek, planned_seek
 from mqlayer.idempotency import InboxEntry, arecord_effect, find_effect, inbox_stats, record_effect
-from mqlayer.maintenance import clean_inbox
+from mqlayer.maintenance import clean_inbox, inbox_cleanup
 from mqlayer.postgres.database import Database
 from mqlayer.redelivery import skip_head
 from mqlayer.runtime.route_cache import RouteCache
@@ -454,7 +454,10 @@ def test_nothing_of_a_group_goes_while_a_node_does_not_answer(one: Stage) -> Non
     assert clean(one) == 1
 
 
-def test_rows_of_groups_that_nobody_knows_go_by_age(database_dsn: str) -> None:
+def test_rows_of_groups_that_nobody_knows_go_by_age(database_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At first a bounded number per group, and all with time for it."""
+    monkeypatch.setattr(inbox_cleanup, "ROWS_AT_ONCE", 1)
+    monkeypatch.setattr(inbox_cleanup, "ROUNDS", 1)
     with Database(database_dsn) as database:
         with kept_session(database_dsn) as connection:
             for group in (7, 8):
@@ -465,4 +468,6 @@ def test_rows_of_groups_that_nobody_knows_go_by_age(database_dsn: str) -> None:
         assert found is not None
         assert (found.source, found.lp, found.seq) == (3, 512, 2)
         assert find_effect(database, 7, "3:512:9") is None
-        assert clean_inbox(runtime_of(database, "mq", application=database), horizon_s=0.0) == 6
+        runtime = runtime_of(database, "mq", application=database)
+        assert clean_inbox(runtime, horizon_s=0.0) == 2
+        assert clean_inbox(runtime, horizon_s=0.0, at_most_s=60.0) == 4

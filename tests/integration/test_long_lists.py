@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from bench.long_lists import fill_group, questions
+from bench.long_lists import FILL, fill_group, questions
 from bench.rebalance import new_group
 from bench.stage import System
+from mqlayer.domain.routing import PartitionId
 from mqlayer.errors import InvalidInput
-from mqlayer.postgres.database import Database
-from mqlayer.postgres.queries import query
+from mqlayer.groups import Group
+from mqlayer.parking.store import ParkingStore, Span
+from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.queries import columns, query
 from mqlayer.redelivery import (
     BoundedCount,
     DeadFilter,
@@ -23,6 +26,8 @@ from mqlayer.redelivery import (
     estimate_parked,
     lists,
     parked_keys,
+    plan_bulk,
+    release_all,
     top_errors,
 )
 from mqlayer.settings import Settings
@@ -32,6 +37,8 @@ from tests.proof.runtimes import runtime_of
 
 ROWS = 300
 PLANNED = 8_000
+FEW, MANY = 400, 4_000
+BATCH = 100
 KEY_ERRORS = 100
 """Every third one."""
 
@@ -139,3 +146,76 @@ def test_frequent_errors_are_counted_by_what_stands_before_the_colon(system: Sys
         assert {one.looked for one in found} == {ROWS}
     for name, ask in questions(system, group).items():
         assert ask() is not None, name
+
+
+def test_a_member_reads_a_parked_key_once_however_many_partitions_it_owns(system: System) -> None:
+    """A join would compare each of its ranges of LPs with all of the group's keys, and read all of its messages."""
+    group = new_group(system)
+    park(system, group, MANY)
+    bounds = range(0, 1_024, 32)
+    spans = [Span(PartitionId(number), lp, lp + 32, MANY - 9) for number, lp in enumerate(bounds, start=1)]
+    facts = {"group_id": group.group_id} | columns(("partitions", "lps_from", "lps_to", "committed"), spans)
+    for analyzed in (False, True):
+        with system.database.connection() as connection, connection.transaction():
+            if analyzed:
+                connection.execute("ANALYZE mqlayer.parked_key, mqlayer.parked_message")
+            assert touched(explain(connection, "parked_keys", facts)) <= MANY, analyzed
+            assert touched(explain(connection, "parked_unsettled", facts)) <= len(spans), analyzed
+    loaded = ParkingStore(system.database, group.group_id, "m1").load(spans)
+    assert {name: state.parking_version for name, state in loaded.items()} == {span.partition: 0 for span in spans}
+    assert sum(len(state.keys) for state in loaded.values()) == MANY
+    for span in spans:
+        assert {span.lp_from <= key.ref.lp < span.lp_to for key in loaded[span.partition].keys} == {True}
+    assert [len(state.unsettled) for state in loaded.values()] == [10] + [0] * (len(spans) - 1)
+
+
+def test_a_batch_of_a_bulk_action_reads_its_own_keys_and_no_others(system: System) -> None:
+    """Nothing is known of a set that was planned just now: each join by key would read all keys of the group."""
+    for analyzed in (False, True):
+        read = {}
+        for rows in (FEW, MANY):
+            group = new_group(system)
+            park(system, group, rows)
+            planned = plan_bulk(system.runtime, "release", group.topic, group.name, ParkedFilter(), first=True)
+            with system.database.connection() as connection:
+                if analyzed:
+                    connection.execute("ANALYZE mqlayer.parked_key, mqlayer.parked_message, mqlayer.bulk_item")
+            read[rows] = read_by_batch(system, group, planned.bulk_id)
+            assert release_all(system.runtime, group.topic, group.name) == rows
+        for name, few in read[FEW].items():
+            assert 0 < read[MANY][name] <= few + BATCH, (name, analyzed, read)
+
+
+def park(system: System, group: Group, rows: int) -> None:
+    """Park keys of a group, each with a message that failed, and none of which is due."""
+    facts = {"group_id": group.group_id, "partition": system.route.ranges[0].partition, "from": 1, "upto": rows}
+    with system.database.connection() as connection:
+        for statement in FILL[:2]:
+            connection.execute(statement.encode(), facts)
+        connection.execute("UPDATE mqlayer.parked_message SET attempts = 1 WHERE group_id = %(group_id)s", facts)
+
+
+def read_by_batch(system: System, group: Group, bulk_id: int) -> dict[str, int]:
+    """Return how many rows each statement of a batch in the middle touches."""
+    facts: dict[str, Any] = {"redrive_id": bulk_id, "group_id": group.group_id, "act": "release", "error": None}
+    facts |= {"at_number": BATCH, "limit": BATCH}
+    with system.database.connection() as connection, connection.transaction(force_rollback=True):
+        keys = connection.execute(query("bulk_next_parked"), facts).fetchall()
+        assert {len(keys), *(row[-1] for row in keys)} == {BATCH, None}
+        facts |= {"numbers": [row[0] for row in keys], "results": ["done"] * BATCH}
+        facts |= {"lps": [row[1] for row in keys], "names": [row[2] for row in keys]}
+        steps = ("bulk_hold_keys", "bulk_next_parked", "parked_release", "parked_heads_failed", "bulk_results")
+        return {name: touched(explain(connection, name, facts)) for name in steps}
+
+
+def explain(connection: Connection, name: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the plan's nodes of a query, as it ran."""
+    text = f"EXPLAIN (ANALYZE, FORMAT JSON) {query(name)}".encode()
+    ((answer,),) = connection.execute(text, facts, prepare=False).fetchall()
+    return list(walk(answer[0]["Plan"]))
+
+
+def touched(nodes: list[dict[str, Any]]) -> int:
+    """Return the most rows that a node of a plan gave or dropped."""
+    dropped = ("Actual Rows", "Rows Removed by Filter", "Rows Removed by Join Filter", "Rows Removed by Index Recheck")
+    return max(int(sum(node.get(name, 0) for name in dropped) * node["Actual Loops"]) for node in nodes)

@@ -37,6 +37,7 @@ from mqlayer.runtime.presence import Presence
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime, open_runtime
 from mqlayer.settings import Settings
+from mqlayer.topics import set_durability, set_node_replicas
 from tests.fixtures.forked_programs import start_python
 from tests.fixtures.health_probes import ask, free_ports
 from tests.fixtures.scrapes import Page, scrape
@@ -164,6 +165,33 @@ def test_processes_tell_of_appends_deliveries_failures_and_turns(world: World) -
     after = page_of(settings)
     assert after.value("mqlayer_consumer_messages_total", outcome="handled", **of_plain) == 30
     assert "mqlayer_consumer_partitions" not in after.names()
+
+
+@pytest.mark.world(partitions=1)
+def test_a_relay_tells_of_a_class_that_is_not_held(
+    world: World, reader_meters: tuple[Callable[[str], list[float]], Meters]
+) -> None:
+    set_node_replicas(world.runtime(), "node-1", 1)
+    set_durability(world.runtime(), "orders", "replica")
+    settings = world.settings(metrics=True)
+    world.publish(1)
+
+    def waits() -> Page | None:
+        page = page_of(settings)
+        return page if page.of(durability="replica") and page.value("mqlayer_relay_progress_waits_total") else None
+
+    with world.relay(metrics=True):
+        page = wait_until(waits, what="a wait without a replica")
+    assert page is not None
+    assert page.value("mqlayer_relay_progress_delay_seconds", durability="replica") >= 1
+    assert page_of(settings).value("mqlayer_relay_progress_waits_total", durability="replica") >= 1
+    assert "mqlayer_relay_progress_delay_seconds" not in page_of(settings).names()
+    take, meters = reader_meters
+    end = meters.add_confirmations(lambda: {"disk": 3}, lambda: {"disk": 4.0})
+    meters.add_confirmations(lambda: {"disk": 2}, lambda: {"disk": 7.0})
+    assert (take("mqlayer.relay.progress.waits"), take("mqlayer.relay.progress.delay")) == ([5], [7.0])
+    end()
+    assert take("mqlayer.relay.progress.waits") == [5]
 
 
 @pytest.mark.slow
@@ -396,6 +424,8 @@ def tell_everything(meters: Meters) -> None:
     meters.add_producer(lambda: failed, lambda: 0)
     meters.add_relay(lambda: 16)
     meters.relay_delay(0.1)
+    classes = ("disk", "replica", "quorum")
+    meters.add_confirmations(lambda: dict.fromkeys(classes, 1), lambda: dict.fromkeys(classes, 0.1))
     meters.ready = lambda: True
 
 

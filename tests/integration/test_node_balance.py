@@ -9,9 +9,11 @@ import pytest
 from mqlayer.autopilot.node_balance import plan_balance
 from mqlayer.domain.routing import PartitionId
 from mqlayer.postgres.database import Database
-from mqlayer.routes import carry_out_moves
+from mqlayer.routes import carry_out_moves, plan_drain
 from mqlayer.runtime.route_cache import load_route
+from mqlayer.topics import set_durability, set_node_replicas
 from tests.fixtures.commands import Commands
+from tests.fixtures.servers import StartRedis
 from tests.proof.world import World
 
 pytestmark = pytest.mark.world(nodes=2, partitions=4)
@@ -53,6 +55,22 @@ def test_an_idle_system_and_a_draining_node_stay_as_they_are(world: World, datab
     assert plan_balance(world.runtime()).moves
     world.rows("UPDATE mqlayer.node SET draining_at = now() WHERE name = 'node-2' RETURNING 1")
     assert plan_balance(world.runtime()).moves == []
+
+
+def test_no_move_and_no_drain_goes_to_a_node_that_can_not_hold_the_topic_s_class(
+    world: World, database: Database, start_redis: StartRedis
+) -> None:
+    runtime = world.runtime()
+    for name in ("node-1", "node-2"):
+        set_node_replicas(runtime, name, 1)
+    set_durability(runtime, "orders", "replica")
+    load(world, {one.partition: 500.0 for one in load_route(database, "orders").ranges if one.node == 1})
+    assert plan_balance(runtime).moves
+    world.rows("UPDATE mqlayer.node SET replicas = 0 WHERE name = 'node-2' RETURNING 1")
+    assert plan_balance(runtime).moves == []
+    world.add_node(start_redis().url)
+    set_node_replicas(runtime, "node-3", 1)
+    assert {one.target_name for one in plan_drain(runtime, "node-1").moves} == {"node-3"}
 
 
 @pytest.mark.world(nodes=2, partitions=4, by_commands=True)

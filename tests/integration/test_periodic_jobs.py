@@ -15,10 +15,11 @@ import redis
 from mqlayer import App, Producer, failpoints
 from mqlayer.errors import NodeNotArmed, NotFound
 from mqlayer.groups.group import GroupSettings, ensure_group
-from mqlayer.maintenance import clean_fence
+from mqlayer.maintenance import clean_fence, fence_cleanup
 from mqlayer.maintenance.job_status import job_statuses
 from mqlayer.maintenance.jobs import PERIODIC_JOBS
 from mqlayer.postgres.database import Database
+from mqlayer.postgres.queries import query
 from mqlayer.postgres.rights import Right
 from mqlayer.redis.keys import partition_keys
 from mqlayer.relay import relay_once
@@ -116,18 +117,57 @@ def test_the_end_of_a_run_and_its_error_are_noted_without_the_words_of_others(wo
     assert status.outcome == "done", "the worker's right suffices"
 
 
-@pytest.mark.parametrize(("at_most_s", "gone"), [(0.0, 10), (60.0, 35)])
+@pytest.mark.parametrize(("at_most_s", "all_gone"), [(0.0, False), (60.0, True)])
 def test_the_fence_is_cleaned_for_a_part_of_the_interval(
-    world: World, monkeypatch: pytest.MonkeyPatch, at_most_s: float, gone: int
+    world: World, monkeypatch: pytest.MonkeyPatch, at_most_s: float, *, all_gone: bool
 ) -> None:
     """With a bound of rows alone, keys that come faster would stay for good."""
-    monkeypatch.setattr("mqlayer.postgres.bounded_delete.ROWS_AT_ONCE", 10)
-    monkeypatch.setattr("mqlayer.postgres.bounded_delete.ROUNDS", 1)
+    monkeypatch.setattr(fence_cleanup, "BLOCKS_AT_ONCE", 1)
+    monkeypatch.setattr(fence_cleanup, "ROWS", 10)
+    note_effects(world, 1_000)
+    assert (clean_fence(world.database, horizon_s=0, at_most_s=at_most_s) == 1_000) == all_gone
+
+
+def test_a_pass_over_the_fence_reads_each_row_once_however_many_are_old(world: World) -> None:
+    """A call with a limit of rows read the table from its start: each further call passed what stays once more."""
+    note_effects(world, 20_000)
+    asks = "SELECT coalesce(sum(seq_tup_read + idx_tup_fetch), 0)::int FROM pg_stat_xact_all_tables WHERE relname = %s"
+    with world.database.connection() as connection, connection.transaction():
+        connection.execute("UPDATE mqlayer_app.fence_applied SET applied_at = now() WHERE seq % 2 = 0")
+        facts = {"horizon_s": 3_600, "block": 0, "blocks": 0}
+        ((forgotten, size, _),) = connection.execute(query("fence_clean"), facts).fetchall()
+        assert (forgotten, size > 100) == (0, True)
+        ((before,),) = connection.execute(asks, ("fence_applied",)).fetchall()
+        steps, gone = 0, 0
+        for block in range(0, size, 20):
+            ((forgotten, _, _),) = connection.execute(
+                query("fence_clean"), facts | {"block": block, "blocks": 20}
+            ).fetchall()
+            steps, gone = steps + 1, gone + forgotten
+        ((after,),) = connection.execute(asks, ("fence_applied",)).fetchall()
+    assert (steps > 10, gone) == (True, 10_000)
+    assert 20_000 <= after - before <= 21_000
+
+
+def test_a_run_of_the_fence_job_reads_one_part_and_all_runs_read_all(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fence_cleanup, "BLOCKS_AT_ONCE", 2)
+    for size in (0, 1, 24, 25, 311):
+        parts = [fence_cleanup._part(size, turn) for turn in range(7, 7 + fence_cleanup.PARTS)]
+        assert {block for first, end in parts for block in range(first, end)} == set(range(size)), size
+        assert max(end - first for first, end in parts) <= max(24, size // 12 + 1), size
+    note_effects(world, 5_000)
+    assert 0 < clean_fence(world.database, horizon_s=0, every_s=300.0) < 1_000
+    assert clean_fence(world.database, horizon_s=0) > 4_000
+
+
+def note_effects(world: World, count: int) -> None:
+    """Have the fence note so many keys, a week and a day ago."""
     world.rows(
-        "INSERT INTO mqlayer_app.fence_applied (group_id, lp, source_id, key, seq) "
-        "SELECT 1, 0, 1, n::text, 1 FROM generate_series(1, 35) AS n"
+        "INSERT INTO mqlayer_app.fence_applied (group_id, lp, source_id, key, seq, applied_at) "
+        f"SELECT 1, 0, 1, n::text, n, now() - interval '8 days' FROM generate_series(1, {count}) AS n"
     )
-    assert clean_fence(world.database, horizon_s=0, at_most_s=at_most_s) == gone
 
 
 def test_a_change_that_its_driver_left_is_finished_by_the_job(world: World) -> None:

@@ -10,10 +10,12 @@ import redis
 
 from mqlayer.redis.acl import (
     COMMANDS_SINCE,
+    CONNECTING_TO_CLUSTER,
     OF_GROUP,
     OF_NODE,
     OF_PARTITION,
     CommandAccess,
+    acl_file_line,
     needs_of,
     needs_of_script,
     setuser_command,
@@ -47,15 +49,19 @@ def guarded(every_redis: RedisServer) -> Iterator[RedisServer]:
     """A server with a user for each role."""
     with redis.Redis.from_url(every_redis.url) as client:
         for role in GRANTED:
-            line = setuser_command(
-                f"u-{role}", [role], prefix=PREFIX, password=PASSWORD, version=version_of(every_redis)
-            )
-            words = [word.strip('"') for word in _words(line)]
-            assert client.execute_command(*words)
+            make_user(client, role, version=version_of(every_redis))
         yield every_redis
         client.acl_deluser(*(f"u-{role}" for role in GRANTED))
         for key in client.scan_iter(f"{PREFIX}:*"):
             client.delete(key)
+
+
+def make_user(
+    client: redis.Redis, role: RedisRole, *, version: tuple[int, int, int] = (7, 0, 0), cluster: bool = False
+) -> None:
+    """Make the user of a role, as redis-cli does by the line that is printed, or give it other rules."""
+    line = acl_file_line(f"u-{role}", [role], prefix=PREFIX, password=PASSWORD, version=version, cluster=cluster)
+    assert client.execute_command(*_words(setuser_command(line)))  # type: ignore[no-untyped-call]
 
 
 def _words(line: str) -> list[str]:
@@ -167,8 +173,7 @@ def test_a_consumer_can_not_append_and_a_publisher_can_not_settle(start_redis: S
     server = start_redis(program=program)
     with redis.Redis.from_url(server.url) as admin:
         for role in (RedisRole.CONSUMER, RedisRole.PUBLISHER):
-            line = setuser_command(f"u-{role}", [role], prefix=PREFIX, password=PASSWORD, version=(7, 0, 0))
-            admin.execute_command(*_words(line))
+            make_user(admin, role)
         admin.hset(key_of("meta"), mapping={"state": "open", "lp_from": 0, "lp_to": 1024, "next": 1})
     with as_role(server, RedisRole.CONSUMER) as consumer:
         digest = consumer.script_load(lua_source("log_append"))
@@ -215,6 +220,27 @@ def test_dryrun_finds_what_a_user_lacks_and_nothing_where_all_is_there(guarded: 
         assert {need.command for need in elsewhere.missing or ()} == {
             need.command for need in needs_of(role) if need.key
         }
+
+
+@pytest.mark.parametrize("role", GRANTED)
+def test_the_rules_for_a_cluster_reach_the_keys_of_each_partition_in_place_of_the_node_s(
+    guarded: RedisServer, role: RedisRole
+) -> None:
+    version = version_of(guarded)
+    writes = [need for need in needs_of(role, version) if need.writes and need.key in OF_NODE]
+    of_each = [need._replace(key=f"{{7}}:{need.key}") for need in writes]
+    asks = [CommandAccess(command, "") for command in CONNECTING_TO_CLUSTER]
+
+    def refused(needs: list[CommandAccess]) -> set[bool]:
+        return {denied(client, *example(need.command, f"{PREFIX}:{need.key}")) for need in needs}
+
+    with redis.Redis.from_url(guarded.url) as admin, as_role(guarded, role) as client:
+        assert refused(asks) == {True}
+        assert not writes or refused(of_each) == {version >= (7, 0, 0)}
+        make_user(admin, role, version=version, cluster=True)
+        assert refused([*asks, *of_each]) == {False}
+        if version >= (7, 0, 0):
+            assert not writes or refused(writes) == {True}
 
 
 def test_the_texts_of_scripts_for_6_2_have_a_call_more(every_redis: RedisServer) -> None:

@@ -2,147 +2,51 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
 import redis
-from typer.testing import CliRunner
 
-from mqlayer.cli.main import app
 from mqlayer.errors import ConfigurationRefused
-from mqlayer.maintenance.jobs import PERIODIC_JOBS
 from mqlayer.postgres.database import Database
-from mqlayer.redis.access import use_only
-from mqlayer.redis.acl import acl_file_line
 from mqlayer.redis.roles import GRANTED, RedisRole
-from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, rearm_node, register_node
-from tests.fixtures.forked_programs import Process, ask_python, start_python
+from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.servers import StartRedis, redis_7_program
 from tests.fixtures.user_programs import EACH, TOPIC
+from tests.fixtures.user_sites import (
+    ADMIN,
+    ADMIN_PASSWORD,
+    JOB_TASKS,
+    OUTBOXED,
+    PROGRAMS,
+    Site,
+    UserFiles,
+    call_jobs_due,
+    publish_through_the_outbox,
+    site_on,
+)
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
-
-ADMIN = "adm1n"
-PROGRAMS = "tests.fixtures.user_programs"
-OUTBOXED = 40
-JOB_TASKS = tuple(job.name for job in PERIODIC_JOBS)
-
-
-@dataclass
-class Site:
-    """A node, a database, and a process for each user."""
-
-    server: RedisServer
-    environment: Mapping[str, str]
-    passwords: Path
-    log: Path
-    running: list[Process] = field(default_factory=list)
-
-    def of(self, role: RedisRole) -> dict[str, str]:
-        own = {"MQLAYER_REDIS_USER": f"u-{role}", "MQLAYER_REDIS_PASSWORD_FILE": str(self.passwords / str(role))}
-        return {**os.environ, **self.environment, **own, "USER_PROGRAM_LOG": str(self.log)}
-
-    def type(self, role: RedisRole, *words: str, code: int = 0) -> str:
-        """Type a command as a user and return what it says."""
-        done = CliRunner().invoke(app, [*words], env=self.of(role))
-        assert done.exit_code == code, (words, done.output, done.exception)
-        self.unspoken(done.output)
-        return done.output
-
-    def run(self, role: RedisRole, *words: str, code: int = 0) -> str:
-        """Run a program of `user_programs` as a user and return what it says."""
-        done = ask_python(PROGRAMS, *words, env=self.of(role))
-        assert done.returncode == code, (words, done.stdout, done.stderr)
-        self.unspoken(done.stdout + done.stderr)
-        return done.stdout + done.stderr
-
-    def start(self, role: RedisRole, name: str, *words: str, module: str = "mqlayer") -> Path:
-        """Start a process as a user; return the file of what it says."""
-        said = self.log.with_name(f"{name}.said")
-        with said.open("wb") as out:
-            self.running.append(start_python(module, *words, env=self.of(role), stdout=out, stderr=out))
-        return said
-
-    def unspoken(self, text: str) -> None:
-        """No password is in it."""
-        for file in self.passwords.iterdir():
-            assert file.read_text() not in text
-
-    def handled(self) -> Counter[str]:
-        """Return how many different messages each group handled."""
-        lines = set(self.log.read_text().splitlines()) if self.log.exists() else set()
-        return Counter(line.split()[0] for line in lines)
-
-    def admin(self) -> redis.Redis:
-        return redis.Redis.from_url(self.server.url, username="admin", password=ADMIN, protocol=2)
-
-    def refusals(self) -> set[tuple[str, str]]:
-        """Return what the server refused: user, command or key."""
-        with self.admin() as client:
-            found = {(entry["username"], entry["object"]) for entry in client.acl_log()}
-            client.acl_log_reset()
-        # It asks, and goes by what INFO tells.
-        return found - {("u-viewer", "config|get")}
-
-    def stop(self) -> None:
-        for process in self.running:
-            process.send_signal(signal.SIGTERM)
-        for process in self.running:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 @pytest.fixture
 def site(
     database_dsn: str, key_prefix: str, start_redis: StartRedis, tmp_path: Path, logging_as_before: None
 ) -> Iterator[Site]:
-    program = redis_7_program()
-    passwords = tmp_path / "passwords"
-    passwords.mkdir()
-    lines = [f"user admin on >{ADMIN} ~* &* +@all", "user default off ~* &* +@all"]
-    for role in GRANTED:
-        secret = f"secret-of-{role}-{os.urandom(8).hex()}"
-        (passwords / role).write_text(secret)
-        lines.append(acl_file_line(f"u-{role}", [role], prefix=key_prefix, password=secret, version=(7, 0, 0)))
-    acl_file = tmp_path / "users.acl"
-    acl_file.write_text("\n".join([*lines, ""]))
-    server = start_redis(program=program, options={"aclfile": str(acl_file)})
-    environment = {
-        "MQLAYER_DSN": database_dsn,
-        "MQLAYER_KEY_PREFIX": key_prefix,
-        "MQLAYER_LEASE_S": "3",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    found = Site(server, environment, passwords, tmp_path / "handled")
-    yield found
-    found.stop()
-    use_only(None)
-
-
-def publish_through_the_outbox(dsn: str) -> None:
-    with psycopg.connect(dsn) as connection:
-        for number in range(OUTBOXED):
-            connection.execute(
-                "SELECT mqlayer_app.publish_v1(%s, %s, %s, NULL)", (TOPIC, f"o{number % 4}", b"%d" % number)
-            )
+    users = UserFiles.make(tmp_path, key_prefix)
+    server = start_redis(program=redis_7_program(), options={"aclfile": str(users.acl_file)})
+    with site_on([server], server.url, users, dsn=database_dsn, prefix=key_prefix) as found:
+        yield found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_process_does_its_work_as_its_own_user_and_is_refused_nothing(site: Site, database_dsn: str) -> None:
     operator, viewer, worker = RedisRole.OPERATOR, RedisRole.VIEWER, RedisRole.WORKER
-    site.type(operator, "node", "register", "n1", site.server.url)
+    site.type(operator, "node", "register", "n1", site.url)
     site.type(operator, "topic", "create", TOPIC, "--partitions", "2", "--archived")
     relay = site.start(RedisRole.RELAY, "relay", "relay")
     members = site.start(RedisRole.CONSUMER, "members", "members", module=PROGRAMS)
@@ -177,8 +81,7 @@ def test_every_process_does_its_work_as_its_own_user_and_is_refused_nothing(site
     # What the worker does, and what operators do, beside each other.
     site.run(worker, "job", *JOB_TASKS)
     site.type(operator, "route", "split", TOPIC, "1", "--at", "128", "--yes")
-    with psycopg.connect(database_dsn, autocommit=True) as connection:
-        connection.execute("UPDATE mqlayer.job SET next_at = now()")
+    call_jobs_due(database_dsn)
     site.run(worker, "job", "repair_routes", "trim", "archive", "clean_marks")
     site.type(operator, "trim")
     site.type(operator, "archive", "run", "--once")
@@ -191,8 +94,7 @@ def test_every_process_does_its_work_as_its_own_user_and_is_refused_nothing(site
     site.server.restart()
     publish_through_the_outbox(database_dsn)
     before = len(site.log.read_text().splitlines())
-    with psycopg.connect(database_dsn, autocommit=True) as connection:
-        connection.execute("UPDATE mqlayer.job SET next_at = now()")
+    call_jobs_due(database_dsn)
     site.run(worker, "job", "rearm_nodes")
     site.run(RedisRole.PUBLISHER, "publish")
     wait_until(lambda: len(site.log.read_text().splitlines()) > before, timeout_s=30, what="the members go on")
@@ -203,14 +105,14 @@ def test_every_process_does_its_work_as_its_own_user_and_is_refused_nothing(site
 
 def test_a_viewer_looks_and_changes_nothing(site: Site) -> None:
     operator, viewer = RedisRole.OPERATOR, RedisRole.VIEWER
-    site.type(operator, "node", "register", "n1", site.server.url)
+    site.type(operator, "node", "register", "n1", site.url)
     site.type(operator, "topic", "create", TOPIC)
     with site.admin() as client:
         before = sorted((key, client.dump(key)) for key in client.scan_iter("*"))
     for words in (
         ("topic", "create", "others"), ("node", "rearm", "n1", "--former"),
-        ("node", "set", "n1", "--url", site.server.url.replace("127.0.0.1", "localhost")),
-        ("node", "register", "n2", site.server.url.replace("127.0.0.1", "localhost")),
+        ("node", "set", "n1", "--url", site.url.replace("127.0.0.1", "localhost")),
+        ("node", "register", "n2", site.url.replace("127.0.0.1", "localhost")),
         ("route", "split", TOPIC, "1", "--at", "64", "--yes"),
     ):  # fmt: skip
         said = site.type(viewer, *words, code=1)
@@ -220,7 +122,7 @@ def test_a_viewer_looks_and_changes_nothing(site: Site) -> None:
 
 
 def test_a_process_that_lacks_a_right_says_which_before_it_serves(site: Site) -> None:
-    site.type(RedisRole.OPERATOR, "node", "register", "n1", site.server.url)
+    site.type(RedisRole.OPERATOR, "node", "register", "n1", site.url)
     site.type(RedisRole.OPERATOR, "topic", "create", TOPIC)
     with site.admin() as client:
         client.execute_command("ACL", "SETUSER", "u-publisher", "-hmget")
@@ -232,7 +134,7 @@ def test_a_process_that_lacks_a_right_says_which_before_it_serves(site: Site) ->
 @pytest.mark.full
 def test_a_worker_that_lacks_a_right_says_which_and_does_not_start(site: Site) -> None:
     """One node that is away does not hide what another refuses."""
-    site.type(RedisRole.OPERATOR, "node", "register", "n1", site.server.url)
+    site.type(RedisRole.OPERATOR, "node", "register", "n1", site.url)
     with psycopg.connect(site.environment["MQLAYER_DSN"]) as connection:
         connection.execute("INSERT INTO mqlayer.node (name, url) VALUES ('unreachable', 'redis://127.0.0.1:1/0')")
     worker = ("celery", "-A", "mqlayer.workers.app", "worker", "--pool", "solo")
@@ -257,7 +159,7 @@ def test_a_worker_that_lacks_a_right_says_which_and_does_not_start(site: Site) -
 
 
 def test_the_check_of_a_user_names_what_is_missing(site: Site) -> None:
-    site.type(RedisRole.OPERATOR, "node", "register", "n1", site.server.url)
+    site.type(RedisRole.OPERATOR, "node", "register", "n1", site.url)
     for role in GRANTED:
         said = site.type(RedisRole.OPERATOR, "node", "acl", role, "--user", f"u-{role}", "--check")
         assert "may do all that it needs" in said
@@ -275,16 +177,16 @@ def test_a_default_user_without_rights_is_refused_because_a_restart_would_lose_w
     """
     program = redis_7_program()
     acl_file = tmp_path / "users.acl"
-    acl_file.write_text(f"user admin on >{ADMIN} ~* &* +@all\nuser default off\n")
+    acl_file.write_text(f"user {ADMIN} on >{ADMIN_PASSWORD} ~* &* +@all\nuser default off\n")
     server = start_redis(program=program, options={"aclfile": str(acl_file)})
-    monkeypatch.setenv("MQLAYER_REDIS_USER", "admin")
-    monkeypatch.setenv("MQLAYER_REDIS_PASSWORD", ADMIN)
+    monkeypatch.setenv("MQLAYER_REDIS_USER", ADMIN)
+    monkeypatch.setenv("MQLAYER_REDIS_PASSWORD", ADMIN_PASSWORD)
     with Database(database_dsn) as database:
         with pytest.raises(ConfigurationRefused, match="user default off"):
             register_node(runtime_of(database), name="n1", url=server.url)
         register_node(runtime_of(database, unsafe=True), name="n1", url=server.url)
         create_topic(runtime_of(database, "mq", unsafe=True), TOPIC)
-        with redis.Redis.from_url(server.url, username="admin", password=ADMIN) as client:
+        with redis.Redis.from_url(server.url, username=ADMIN, password=ADMIN_PASSWORD) as client:
             client.eval("redis.call('SET', 'a', '1') redis.call('SET', 'b', '1')", 0)
             server.restart()
             keeps = program.flavour == "valkey" and program.version >= (9, 1)

@@ -114,6 +114,15 @@ def test_a_pass_looks_at_no_more_than_it_is_told_and_never_past_a_floor(stream: 
     assert first == stream.first() <= 150
 
 
+def test_a_sealed_partition_that_never_had_a_record_begins_at_its_first_offset(stream: Stream) -> None:
+    """Were it 0, where its command is, `mqlayer verify` would miss a record."""
+    empty = PartitionHarness(stream.connection, stream.prefix, stream.partition + 1)
+    empty.create()
+    empty.seal()
+    assert empty.trim(1, start=1) == [b"trimmed", 0, 1, 0]
+    assert empty.call(("HMGET", empty.keys.meta, "first", "next")) == [[b"1", b"1"]]
+
+
 def test_trimming_a_partition_that_is_not_there_makes_nothing(stream: Stream) -> None:
     command = trim_command(stream.connection, stream.prefix, 10**6, [], floor=100, limit=100)
     assert stream.connection.call([command]) == [[b"absent"]]

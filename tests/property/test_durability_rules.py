@@ -52,3 +52,25 @@ def test_a_class_is_held_by_its_replies_alone(durability: Any, replies: list[Any
     wait = DurabilityWait.of(durability, node(3))
     assert wait.replies == len(replies)
     assert (wait.lack(replies) == "") is held
+
+
+class Digests:
+    """What names scripts."""
+
+    def script(self, name: str, keys: tuple[bytes, ...]) -> tuple[Any, ...]:
+        return (b"EVALSHA", name.encode(), len(keys), *keys)
+
+
+@given(st.integers(1, 50))
+def test_partitions_of_one_server_share_a_wait(count: int) -> None:
+    """Else a replica that is away would delay them by a second each."""
+    connection: Any = Digests()
+    packets = DurabilityWait.of("replica", node(1)).shared_packets(connection, "mq", range(count))
+    assert [b"WAIT" in packet for packet in packets] == [False] * count + [True]
+
+
+def test_a_partition_that_was_not_touched_is_not_confirmed_by_the_wait_of_others() -> None:
+    wait = DurabilityWait.of("replica", node(1))
+    assert wait.shared_lacks([[b"ok"], [b"ok"], 1], [7, 8]) == {}
+    assert set(wait.shared_lacks([[b"ok"], [b"ok"], 0], [7, 8])) == {7, 8}
+    assert set(wait.shared_lacks([[b"ok"], ValueError("MOVED 1 h:1"), 1], [7, 8])) == {8}

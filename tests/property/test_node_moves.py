@@ -116,3 +116,15 @@ def test_none_moves_to_a_draining_node_away_from_home_or_too_soon_after_another(
     assert target(first, second, third, ago_s=APART_S - 1) is None
     # A drain moves its partitions away.
     assert target(replace(first, draining=True, serving=False), second, third) is None
+
+
+def test_a_topic_moves_only_to_nodes_that_hold_its_class() -> None:
+    nodes = [AutoNode(NodeId(1), "n1", per_s=400.0), AutoNode(NodeId(2), "n2"), AutoNode(NodeId(3), "n3", per_s=10.0)]
+    parts = tuple(AutoPartition(one, NodeId(1), one, one + 1, figures=LoadFigures(100.0)) for one in range(4))
+    topic = AutoTopic(1, "t", 1, RoutePolicy(mode="on"), PolicyState(), parts)
+    (free,) = shed_nodes(topic, AutoCluster(nodes))
+    (bound,) = shed_nodes(replace(topic, unfit=frozenset({NodeId(2)})), AutoCluster(nodes))
+    assert isinstance(free, Proposal)
+    assert isinstance(bound, Proposal)
+    assert (free.node, bound.node) == (2, 3)
+    assert list(shed_nodes(replace(topic, unfit=frozenset(map(NodeId, (2, 3)))), AutoCluster(nodes))) == []

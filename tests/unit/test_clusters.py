@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from mqlayer.domain.node_runs import ShardRun, cluster_run, is_former, is_same_run, is_unchanged, short_run
+from mqlayer.domain.node_runs import (
+    ShardRun,
+    cluster_run,
+    is_armed_shard,
+    is_former,
+    is_member,
+    is_same_run,
+    is_unchanged,
+    members_of,
+    short_run,
+)
 from mqlayer.errors import ConfigurationRefused, InvalidInput, StoreUnavailable
 from mqlayer.redis.addresses import display_url, is_cluster_url, parse_address, shard_url
 from mqlayer.redis.cluster_connection import _merged_streams, _tag, summed_info
@@ -44,6 +54,19 @@ def test_a_replaced_shard_is_a_former_run() -> None:
     assert short_run(armed) == "aaaaaaaa,bbbbbbbb,dddddddd"
 
 
+def test_a_shard_is_armed_whatever_its_slots() -> None:
+    armed = cluster_run([A, B])
+    assert is_armed_shard(A._replace(slots_digest="0" * 64), armed)
+    assert not is_armed_shard(C, armed)
+    assert not is_armed_shard(A, None)
+
+
+def test_a_server_is_known_by_the_start_of_its_name() -> None:
+    names = members_of(cluster_run([A, B]))
+    assert [is_member(one, names) for one in (A.member, B.member, C.member, "")] == [True, True, False, False]
+    assert members_of(None) == members_of("a" * 40) == frozenset()
+
+
 def test_a_cluster_s_address_names_servers() -> None:
     url = "clusters://h1,h2:7000,[::1]:7001?ssl_check_hostname=True"
     assert is_cluster_url(url)
@@ -54,6 +77,14 @@ def test_a_cluster_s_address_names_servers() -> None:
         parse_address("cluster://h1:7000/1")
 
 
+def test_a_name_that_the_cluster_does_not_know_is_told_with_the_setting() -> None:
+    reply = [[0, SLOT_COUNT - 1, [b"?", 7_000, b"m" * 40, [b"ip", b"10.0.0.1"]]]]
+    with pytest.raises(StoreUnavailable, match=r"h:1 gives out host names.* port 7000: set cluster-announce-hostname"):
+        SlotMap.of(reply, ("h", 1), "cluster://h")
+    reply[0][2][0] = b"r1.example.com"  # type: ignore[index]
+    assert SlotMap.of(reply, ("h", 1), "cluster://h").shards[0].host == "r1.example.com"
+
+
 def test_a_gap_and_too_many_shards_are_refused() -> None:
     half = [[0, 8_000, [b"", 7_000, b"m" * 40]]]
     with pytest.raises(StoreUnavailable, match="no shard serves slot 8001"):
@@ -61,6 +92,7 @@ def test_a_gap_and_too_many_shards_are_refused() -> None:
     whole = SlotMap.of([*half, [8_001, SLOT_COUNT - 1, [b"other", 7_001, b"n" * 40]]], ("h", 1), "cluster://h")
     assert [shard.host for shard in whole.shards] == ["h", "other"]
     assert whole.owners[8_000] != whole.owners[8_001]
+    assert whole.members == {"m" * 40, "n" * 40}
     many = [[at * 500, at * 500 + 499, [b"h", 7_000 + at, b"%040d" % at]] for at in range(33)]
     with pytest.raises(ConfigurationRefused, match="at most 20"):
         SlotMap.of(many, ("h", 1), "cluster://h")

@@ -154,3 +154,23 @@ def test_a_class_that_was_taken_back_holds_nothing_up(scene: Scene) -> None:
     scene.acked(cursor, 5)
     cursor.target.durability = "node"
     assert scene.confirmations.take() == {cursor: 5}
+
+
+def test_waits_that_fail_are_counted_and_the_delay_lasts_until_one_succeeds(scene: Scene) -> None:
+    cursor, confirmations = LpCursor(1, target(1, 1)), scene.confirmations
+    assert (confirmations.failed_waits(), confirmations.delays()) == ({}, {})
+    scene.acked(cursor, 5)
+    confirmations.take()
+    assert confirmations.failed_waits() == {"replica": 0}
+    seen = [confirmations.delays()["replica"]]
+    for number in range(3):
+        scene.asked[number][1].set_result({1: "0 of 1 replicas have it"})
+        assert confirmations.take() == {}
+        seen.append(confirmations.delays()["replica"])
+    assert seen == sorted(seen)
+    assert 0 < seen[0] < seen[-1]
+    assert confirmations.failed_waits() == {"replica": 3}
+    scene.asked[3][1].set_result({})
+    confirmations.take()
+    assert confirmations.delays() == {"replica": 0.0}
+    assert confirmations.failed_waits() == {"replica": 3}

@@ -144,6 +144,7 @@ def test_every_point_has_the_labels_of_the_catalog_only(meters: Meters, reader: 
     meters.sent("orders", 500, 0.01)
     meters.sent("orders", 1, 0.01, "BacklogFull")
     meters.relay_delay(0.02)
+    meters.add_confirmations(lambda: {"quorum": 1}, lambda: {"quorum": 2.0})
     meters.ready = lambda: True
     LARGE_BODY_BYTES.add("read", "postgres", 5)
     found = points(reader)

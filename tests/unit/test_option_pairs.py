@@ -48,7 +48,7 @@ OPTIONS: Final[dict[str, str]] = {
     "node list": "--json",
     "node history": "NAME --hours --points --json",
     "node rearm": "NAME --empty --accept-loss --former",
-    "node acl": "ROLES --user --password-file --password-stdin --acl-file --redis --check",
+    "node acl": "ROLES --user --password-file --password-stdin --acl-file --redis --cluster --check",
     "node set": "NAME --url --zone --replicas --empty --accept-loss --former",
     "node drain": "NAME --plan --yes --timeout --stop",
     "node balance": "--plan --yes",

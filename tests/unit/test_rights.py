@@ -84,6 +84,19 @@ def test_rules_allow_no_whole_category_no_other_prefix_and_no_management(
     assert "+acl" not in words
 
 
+def test_rules_for_a_cluster_are_those_of_a_node_but_for_its_questions_and_the_keys_of_each_partition() -> None:
+    asks = {"+cluster|info", "+cluster|slots"}
+    for role in GRANTED:
+        of_node, of_cluster = ({*acl_rules([role], prefix="mq", cluster=cluster)} for cluster in (False, True))
+        assert of_cluster - of_node - asks == {
+            rule.replace("~mq:ended", "~mq:{*}:ended").replace("~mq:terms", "~mq:{*}:terms")
+            for rule in of_node - of_cluster
+        }
+        assert asks <= of_cluster
+        told = any(rule.startswith("(+hset") and "~mq:{*}:terms" in rule for rule in of_cluster)
+        assert told == (role in (RedisRole.RELAY, RedisRole.WORKER))
+
+
 def test_a_call_with_several_keys_is_allowed_by_one_list() -> None:
     """A server asks each list of a user by itself whether it allows the whole call."""
     assert {CommandAccess("unlink", kind) for kind in ("acks", "queues", "batches")} <= needs_of_script("pop_receive")

@@ -21,7 +21,7 @@ from mqlayer.inspect.processes import MemberProcess, OpenSource, member_processe
 from mqlayer.maintenance.job_status import job_statuses
 from mqlayer.postgres.rights import Right, require_change
 from mqlayer.redis.addresses import display_url
-from mqlayer.routes import give_up_node
+from mqlayer.routes import give_up_node, refuse_class_loss
 from mqlayer.topics import rearm_node, set_node_address
 
 STATES: Final = {
@@ -177,6 +177,7 @@ def _set(visit: Visit) -> Outcome:
 
 def _plan_lost(visit: Visit) -> Plan:
     one = _changeable(visit)
+    refuse_class_loss(visit.runtime, one.node)
     lines = [
         _state_line(one),
         f"{one.open} open partitions move to other nodes; {one.sealed} sealed ones are made anew there.",

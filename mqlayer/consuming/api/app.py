@@ -58,6 +58,7 @@ from mqlayer.groups.broadcast_instances import ensure_instance, host_instance
 from mqlayer.groups.group import Balance, Group, GroupSettings, RetrySettings, check_settings, ensure_group, settings_of
 from mqlayer.groups.members import Joining
 from mqlayer.groups.start_positions import Start
+from mqlayer.groups.wakeups import wakes
 from mqlayer.health import Health, health_endpoint
 from mqlayer.large_bodies import BodyReader
 from mqlayer.logs import event_logger
@@ -67,6 +68,7 @@ from mqlayer.postgres.notifications import GROUP, NotificationListener
 from mqlayer.postgres.rights import Right, require
 from mqlayer.redis.access import use_access
 from mqlayer.runtime.error_text import Describe, ErrorTexts
+from mqlayer.runtime.heartbeat_sender import HeartbeatSender
 from mqlayer.runtime.route_cache import RouteCache
 from mqlayer.runtime.runtime import Runtime
 from mqlayer.settings import Settings
@@ -280,20 +282,22 @@ class App:
             raise Conflict("the application is running", "stop it first")
         _warn_of_others(self)
         settings = self.settings
-        # A heartbeat must never wait for a connection behind threads that arm nodes.
-        size = 2 + CONNECTIONS_OF_A_MEMBER * len(self.consumers)
+        size = CONNECTIONS_OF_A_MEMBER * len(self.consumers)
         control, effects = settings.control_dsn(), settings.application_dsn()
         wait_s = settings.connect_timeout_s
         database = Database(control, application="mqlayer consumer", max_size=size, timeout_s=wait_s)
+        # A heartbeat must never wait for a connection behind threads that arm nodes, nor all behind one that waits.
+        beats = Database(control, application="mqlayer consumer", max_size=2, timeout_s=wait_s)
         application = Database(effects, application="mqlayer consumer", max_size=4, timeout_s=min(2.0, wait_s))
         routes = RouteCache(database)
-        self._open = [routes, database, application]
+        self._open = [routes, database, beats, application]
         try:
             with database.connection() as connection:
                 for consumer in self.consumers:
                     require(connection, "control", Right.CONSUME, f"{consumer.topic}/{consumer.group}")
                 served = check_schema(connection, "control", database.address)
-            runtime = Runtime(database, settings, application if _has_fence(application) else None)
+            effects_at = application if _has_fence(application) else None
+            runtime = Runtime(database, settings, effects_at, beats=beats, sender=HeartbeatSender(beats))
             runtime.in_force.note(served.in_force)
             _store_schemas(database, self.consumers)
             for consumer in self.consumers:
@@ -379,9 +383,9 @@ class App:
         """Whether any member consumes."""
         return any(member.running for member in self.members)
 
-    def _wake_members(self, group_id: str) -> None:
+    def _wake_members(self, payload: str) -> None:
         for member in self.members:
-            if group_id in ("", str(member.group.group_id)):
+            if wakes(payload, member.group.group_id, member.member_id):
                 member.wake()
 
     def _wait(self, signals: queue.SimpleQueue[int]) -> bool:

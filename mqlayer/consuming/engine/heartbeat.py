@@ -16,6 +16,9 @@ from mqlayer.consuming.engine.events import MemberEvents
 from mqlayer.consuming.engine.partitions import MemberPartitions
 from mqlayer.errors import GroupRetired, InstanceTaken, MqlayerError, StoreUnavailable, VersionRefused
 from mqlayer.groups.members import (
+    GROUP_HEARTBEATS,
+    HeardGroup,
+    HeartbeatReply,
     MemberReplaced,
     MemberSession,
     join,
@@ -34,6 +37,8 @@ log = event_logger(__name__)
 
 LONGEST_HEARTBEAT_S: Final = 1.0
 """Short even for long leases: heartbeats notice hand-overs."""
+REREAD_S: Final = 30.0
+"""Reads everything at least so often."""
 SHORTEST_HEARTBEAT_S: Final = 0.05
 UNREPORTED_S: Final = 0.1
 """Delay of repeated reports."""
@@ -67,9 +72,11 @@ class Heartbeat(Service):
         self._core, self._partitions, self._refresh_nodes = core, partitions, refresh_nodes
         self._replaced, self._rejoin, self._events, self._refused = replaced, rejoin, events, refused
         self._in_force = core.runtime.in_force
-        self._database, self._group, self.lease = core.runtime.control, core.group, core.lease
+        self._database, self._group, self.lease = core.runtime.heartbeats, core.group, core.lease
         self._lease_s, self._margin = settings.lease_s, settings.lease_margin
         self._session: MemberSession | None = None
+        self._heard, self._heard_all_at = HeardGroup(), 0.0
+        self._sender = core.runtime.sender
         # This process's session numbers: the last one, and those whose join was not answered.
         self._own: list[int] = []
         self._leaving = self._left_to_lease = False
@@ -102,8 +109,16 @@ class Heartbeat(Service):
             return ()
         return (f"the lease ran out: {self.last_error or 'no heartbeat came through'}",)
 
+    def _await_work(self) -> None:
+        if self.wake.wait(self._wait_s()):
+            # For a reason, which no number may show.
+            self._heard.wants_all = True
+        self.wake.clear()
+
     def _wait_s(self) -> float:
-        return (UNREPORTED_S if self._partitions.unreported else self._every_s) * RNG.uniform(0.8, 1.0)
+        # So that a large group costs Postgres no more than this: notifications tell of hand-overs.
+        every_s = min(self._lease_s / 3, max(self._every_s, self._heard.members / GROUP_HEARTBEATS))
+        return (UNREPORTED_S if self._partitions.unreported else every_s) * RNG.uniform(0.8, 1.0)
 
     def _pass(self) -> None:
         if self._stopping.is_set():
@@ -169,13 +184,14 @@ class Heartbeat(Service):
             zone=self._core.runtime.settings.zone,
         )
         self._in_force.note(self._session.acts_on)
+        self._heard = HeardGroup()
         self._own = [number]
         self._extend(began)
         self._heartbeat(self._session)
 
     def _heartbeat(self, session: MemberSession) -> None:
         began = clock()
-        answer = send_heartbeat(self._database, session, lease_s=self._lease_s, own=self._own, in_force=self._in_force)
+        answer = self._ask(session, began)
         if answer.known:
             self._extend(began)
             self._partitions.follow(session, answer)
@@ -204,6 +220,19 @@ class Heartbeat(Service):
             except VersionRefused as error:
                 self._refused(error)
                 self._end_session(str(error))
+
+    def _ask(self, session: MemberSession, began: float) -> HeartbeatReply:
+        if began - self._heard_all_at >= REREAD_S:
+            self._heard.wants_all, self._heard_all_at = True, began
+        return send_heartbeat(
+            self._database,
+            session,
+            lease_s=self._lease_s,
+            own=self._own,
+            in_force=self._in_force,
+            heard=self._heard,
+            sender=self._sender,
+        )
 
     def _end_session(self, reason: str = REPLACED) -> None:
         self._session = None

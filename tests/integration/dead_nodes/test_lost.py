@@ -20,9 +20,10 @@ from mqlayer.redis.partition_scripts import MessageRun, Refused, append_command,
 from mqlayer.routes import change_driver, finish_changes, give_up_node, node_loss, rearm_lost_nodes
 from mqlayer.runtime.route_cache import load_nodes, load_route
 from mqlayer.stack import RedisServer
-from mqlayer.topics import create_topic, rearm_node
+from mqlayer.topics import create_topic, rearm_node, set_durability, set_node_replicas
 from tests.fixtures.dead_nodes import all_handled, bring, consuming, known_group, published
 from tests.fixtures.failpoints import broken_off_at
+from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
 from tests.proof.route_steps import move, split
 from tests.proof.runtimes import runtime_of
@@ -327,3 +328,37 @@ def test_what_only_a_moved_parent_holds_is_in_its_successor_before_the_outbox_is
     world.rows("UPDATE mqlayer_app.identity SET timeline = 77")
     with world.relay(), consuming(world) as seen:
         wait_until(lambda: dict(seen) == wanted, what=IN_ORDER, timeout_s=30)
+
+
+def test_a_durability_class_that_no_other_node_holds_refuses_the_loss_before_anything_is_changed(
+    world: World, database: Database, node: RedisServer, start_redis: StartRedis
+) -> None:
+    runtime = world.runtime()
+    for name in ("node-1", "node-2"):
+        set_node_replicas(runtime, name, 1)
+    set_durability(runtime, "orders", "replica")
+    # As a node that was declared with one is made anew without.
+    world.rows("UPDATE mqlayer.node SET replicas = 0 WHERE name = 'node-1' RETURNING 1")
+    node.kill()
+    with pytest.raises(Conflict, match="no other node can hold durability replica of topic 'orders'"):
+        give_up(world, database)
+    assert world.rows("SELECT lost_at, armed_run_id IS NULL FROM mqlayer.node WHERE name = 'node-2'") == [(None, False)]
+    assert states(world)[2] == (2, "open")
+    world.add_node(start_redis().url)
+    set_node_replicas(runtime, "node-3", 1)
+    assert give_up(world, database).moved == (2,)
+    route = load_route(database, "orders")
+    assert (sorted(one.node for one in route.ranges), route.durability) == ([1, 3], "replica")
+
+
+def test_a_class_that_is_given_up_lets_a_node_go(world: World, database: Database, node: RedisServer) -> None:
+    runtime = world.runtime()
+    for name in ("node-1", "node-2"):
+        set_node_replicas(runtime, name, 1)
+    set_durability(runtime, "orders", "quorum")
+    world.rows("UPDATE mqlayer.node SET replicas = 0 WHERE name = 'node-1' RETURNING 1")
+    node.kill()
+    with pytest.raises(Conflict, match="mqlayer topic set orders --durability node"):
+        give_up(world, database)
+    set_durability(runtime, "orders", "node")
+    assert give_up(world, database).moved == (2,)

@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, suppress
 
 import pytest
+import redis
 
+from mqlayer.doctor.broker import ask_broker, check_apart
 from mqlayer.doctor.diagnosis import diagnose_node
 from mqlayer.doctor.findings import LIMITS, CheckStatus
 from mqlayer.doctor.nodes import RegisteredNode
-from mqlayer.errors import AcknowledgedLoss, Conflict, MqlayerError, PublishUnknown, StoreUnavailable
+from mqlayer.errors import (
+    AcknowledgedLoss,
+    ConfigurationRefused,
+    Conflict,
+    MqlayerError,
+    PublishUnknown,
+    StoreUnavailable,
+)
 from mqlayer.inspect.node_status import node_statuses
 from mqlayer.producing import Message, Producer
+from mqlayer.redis.cluster_connection import ClusterConnection
+from mqlayer.redis.node_connection import raise_for_reply
+from mqlayer.relay import relay_once
 from mqlayer.routes import rearm_lost_nodes
 from mqlayer.topics import find_node, register_node, set_durability, set_node_address, set_node_replicas
-from tests.fixtures.clusters import Cluster, StartCluster, slot_of
-from tests.fixtures.consumers import Recorder, Stage, StartStage
+from tests.fixtures.cluster_load import await_more, publishing
+from tests.fixtures.clusters import SLOTS, Cluster, StartCluster, slot_of
+from tests.fixtures.consumers import Recorder, StartStage
 from tests.fixtures.receivers import OpenReceiver
+from tests.fixtures.servers import StartRedis
 from tests.fixtures.shared_members import share
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
-from tests.proof.world import World
+from tests.proof.world import QUICK, World
 
 # One process of a run starts the shared cluster.
 pytestmark = pytest.mark.xdist_group("cluster")
@@ -98,6 +111,43 @@ def test_a_cluster_is_told_as_one_node(shared_cluster: Cluster, start_stage: Sta
         register_node(stage.runtime, name="again", url=shared_cluster.url)
     with pytest.raises(Conflict, match="is a cluster"):
         set_node_address(stage.runtime, "node-1", "redis://127.0.0.1:1/0")
+
+
+def test_a_server_of_a_cluster_is_no_node_by_itself(
+    shared_cluster: Cluster, database_dsn: str, key_prefix: str
+) -> None:
+    """Else the first topic would find out, by slots that it does not serve."""
+    with pytest.raises(ConfigurationRefused, match="register that as one node: cluster://host"):
+        World(database_dsn, key_prefix, [shared_cluster.servers[0].url])
+
+
+def test_a_redirect_is_told_in_words(shared_cluster: Cluster) -> None:
+    first = shared_cluster.servers[0]
+    partition = next(number for number in range(100) if slot_of(number) not in shared_cluster.slots(first))
+    with pytest.raises(redis.exceptions.MovedError) as moved:
+        shared_cluster.ask(first, "XLEN", f"x:{{{partition}}}:log")
+    where = f"slot {slot_of(partition)} of the cluster moved, or is moving, to 127.0.0.1:"
+    with pytest.raises(StoreUnavailable, match=where):
+        raise_for_reply(moved.value, "n")
+
+
+def test_the_doctor_finds_a_broker_on_a_shard(
+    shared_cluster: Cluster, database_dsn: str, key_prefix: str, start_redis: StartRedis
+) -> None:
+    world = World(database_dsn, key_prefix, [shared_cluster.url])
+    node = RegisteredNode(find_node(world.database, "node-1"), None, {})
+    checked = diagnose_node(node, key_prefix, LIMITS).node
+    assert checked is not None
+    for shard in shared_cluster.primaries():
+        broker, _ = ask_broker(shard.url, timeout_s=5.0)
+        assert broker is not None
+        finding = check_apart(shard.url, broker, [checked])
+        assert finding.verdict is CheckStatus.WARNING
+        assert finding.seen.endswith(f"node node-1 shard redis://127.0.0.1:{shard.port}/0"), finding
+    other = start_redis()
+    broker, _ = ask_broker(other.url, timeout_s=5.0)
+    assert broker is not None
+    assert check_apart(other.url, broker, [checked]).verdict is CheckStatus.OK
 
 
 @pytest.mark.full
@@ -274,6 +324,61 @@ def test_a_cluster_that_is_down_comes_back(start_cluster: StartCluster, start_st
 
 
 @pytest.mark.full
+def test_a_shard_that_gave_its_slots_away_gets_them_back(
+    start_cluster: StartCluster, database_dsn: str, key_prefix: str
+) -> None:
+    """It was never a replica, so it is the process of before: no old primary, since the armed shards say so."""
+    cluster = start_cluster(replicas=0)
+    first, _, third = cluster.servers
+    world = World(database_dsn, key_prefix, [cluster.url])
+    world.add_topic("orders", partitions=6)
+    partitions, before = [partition for _, partition, _ in world.partitions()], cluster.slots(third)
+    moved = [partition for partition in partitions if slot_of(partition) in before]
+    with world.relay():
+        world.publish(60)
+        world.wait_until_whole()
+        cluster.move_all(third, first, partitions)
+        world.publish(60, tag="away")
+        world.wait_until_whole(timeout_s=40)
+        wait_until(lambda: armed_shards(world) == 2, what="the node armed without it")
+        cluster.pass_on(before - {slot_of(partition) for partition in moved}, first, third)
+        for partition in moved:
+            cluster.move_slot(slot_of(partition), third)
+        world.publish(60, tag="back")
+        world.wait_until_whole(timeout_s=40)
+        wait_until(lambda: armed_shards(world) == 3, what="the node armed with it")
+    cluster.wait_ok()
+    with world.runtime().connection(find_node(world.database, "node-1")) as line:
+        assert isinstance(line, ClusterConnection)
+        line.connect()
+        assert line.is_told_by([0, 1, 2])
+        assert not line.is_told_by([]), "a shard by itself is no witness"
+
+
+def test_a_server_that_joined_another_cluster_is_no_seed_any_more(
+    start_cluster: StartCluster, database_dsn: str, key_prefix: str
+) -> None:
+    """Else the node would begin anew there, without what its groups have not handled."""
+    mine, other = (start_cluster(shards=1, replicas=0) for _ in range(2))
+    url = f"{other.url},{mine.url.removeprefix('cluster://')}"
+    with pytest.raises(StoreUnavailable, match="its servers are of different clusters"):
+        World(database_dsn, key_prefix, [url])
+    (stranger,) = other.servers
+    other.ask(stranger, "CLUSTER", "FLUSHSLOTS")
+    world = World(database_dsn, key_prefix, [url])
+    armed = find_node(world.database, "node-1").armed_run_id
+    world.add_topic("orders", partitions=1)
+    other.ask(stranger, "CLUSTER", "ADDSLOTS", *range(SLOTS))
+    other.wait_ok()
+    world.publish(10)
+    assert relay_once(world.settings(), limits=QUICK) == 10
+    (status,) = node_statuses(world.runtime())
+    assert status.state == "serving"
+    assert find_node(world.database, "node-1").armed_run_id == armed
+    assert mine.ask(mine.servers[0], "XLEN", world.keys(1).log) == 10
+
+
+@pytest.mark.full
 def test_a_shard_that_was_emptied_is_repaired(start_cluster: StartCluster, database_dsn: str, key_prefix: str) -> None:
     cluster = start_cluster(replicas=0)
     world = World(database_dsn, key_prefix, [cluster.url])
@@ -286,30 +391,8 @@ def test_a_shard_that_was_emptied_is_repaired(start_cluster: StartCluster, datab
         world.wait_until_whole(timeout_s=40)
 
 
-def await_more(recorder: Recorder, count: int) -> None:
-    """Wait until so many more messages were handled."""
-    wanted = recorder.count() + count
-    wait_until(lambda: recorder.count() > wanted, timeout_s=20, what="some more handled")
-
-
-@contextmanager
-def publishing(stage: Stage, *, first: int = 1) -> Iterator[list[bytes]]:
-    """Publish to six keys until the block ends; lend what was sent."""
-    sent: list[bytes] = []
-    stop = threading.Event()
-
-    def publish() -> None:
-        with closing(Producer(stage.settings(), name="load")) as producer:
-            number = first
-            while not stop.wait(0.002):
-                producer.send("orders", key=f"key-{number % 6}", body=b"%d" % number, timeout_s=30)
-                sent.append(b"%d" % number)
-                number += 1
-
-    thread = threading.Thread(target=publish)
-    thread.start()
-    try:
-        yield sent
-    finally:
-        stop.set()
-        thread.join()
+def armed_shards(world: World) -> int:
+    """Arm the node, as the periodic job does; return how many shards it has then."""
+    with suppress(StoreUnavailable):
+        world.arm_node()
+    return len((find_node(world.database, "node-1").armed_run_id or "").split())

@@ -18,6 +18,7 @@ from pydantic import SecretStr
 from mqlayer import App, Context, failpoints
 from mqlayer.doctor import diagnose
 from mqlayer.doctor.findings import CheckLimits
+from mqlayer.doctor.health import system_health
 from mqlayer.errors import MqlayerError, StoreUnavailable
 from mqlayer.postgres.database import Database
 from mqlayer.routes import finish_changes
@@ -239,6 +240,9 @@ def test_without_its_synchronous_standby_publishers_wait_and_nothing_else_breaks
         (finding,) = (one for one in found if one.check == "durability" and "synchronous" in one.seen)
         assert finding.verdict == "broken"
         assert "synchronous_standby_names" in finding.fix
+        # Once, though both schemas are there.
+        told = [one.alert.name for one in system_health(shop.world.runtime()).problems]
+        assert told.count("MqlayerCommitsWait") == 1
         assert {one for one in values(shop) if one[0] != "direct"} <= shop.acknowledged
         trio.synchronous.start()
         shop.wait_acknowledged(20)
