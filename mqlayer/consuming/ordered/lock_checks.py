@@ -22,7 +22,7 @@ class LockChecks:
         self._turn = 0
 
     def beside(self, readable: Sequence[OwnedPartition], sure: Sequence[OwnedPartition] = ()) -> list[OwnedPartition]:
-        """Return the partitions to check in the write of a read. `sure`: those that have records, in place of guesses."""
+        """Return the partitions to check in the write of a read. `sure`: those that have records."""
         now, known = clock(), set(readable)
         self._busy_until = {owned: until for owned, until in self._busy_until.items() if until > now}
         latest = (owned for owned in reversed(self._busy_until) if owned in known)
