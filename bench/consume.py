@@ -83,13 +83,13 @@ def raw(system: System) -> float:
     return seen / elapsed
 
 
-def ours(system: System, messages: int = MESSAGES, **rules: Any) -> float:
+def ours(system: System, messages: int = MESSAGES, *, topic: str = "bench", **rules: Any) -> float:
     """Consume everything with a member; the clock stops when the last message is settled on the node."""
     app, group = mqlayer.App(system.settings), new_group()
     seen = 0
     all_seen = threading.Event()
 
-    @app.consumer("bench", group=group, **rules)
+    @app.consumer(topic, group=group, **rules)
     def handle(_body: bytes) -> None:
         nonlocal seen
         seen += 1

@@ -6,7 +6,7 @@ It stands between the library and Postgres: nothing is changed, each call goes o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import redis
@@ -52,9 +52,10 @@ class MemberWitness:
         send, acknowledged = Settler._send, Dispatcher.settled
         sending: dict[OwnedPartition, tuple[int, set[int]]] = {}
 
-        def send_noted(settler: Settler, owned: OwnedPartition) -> None:
-            sending[owned] = time.monotonic_ns(), {record.offset for record in owned.results.handled.copy()}
-            send(settler, owned)
+        def send_noted(settler: Settler, partitions: Sequence[OwnedPartition]) -> None:
+            for owned in partitions:
+                sending[owned] = time.monotonic_ns(), {record.offset for record in owned.results.handled.copy()}
+            send(settler, partitions)
 
         def settled_noted(
             dispatcher: Dispatcher, owned: OwnedPartition, records: list[Record], committed: int, *unmatched: Any

@@ -35,6 +35,11 @@ class ClassTurns:
             self._queues.wake()
 
     @property
+    def active(self) -> bool:
+        """Whether the group has key classes."""
+        return self._rule is not None
+
+    @property
     def limits(self) -> ClassLimits:
         """The limits of each class."""
         return self._limits

@@ -88,6 +88,7 @@ class Dispatcher:
     def next_due_s(self) -> float:
         """Return seconds until a delay ends, or infinity."""
         with self.lock:
+            self._queues.collect_finished()
             return self._queues.next_due_s()
 
     def queues_to_reload(self, owned: OwnedPartition) -> list[KeyQueue]:

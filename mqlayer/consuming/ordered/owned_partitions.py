@@ -198,6 +198,9 @@ class SpilledQueues:
         self._owned = owned
         self._due: deque[KeyQueue] = deque()
 
+    def __bool__(self) -> bool:
+        return bool(self._due)
+
     def take_due(self) -> list[KeyQueue]:
         """Take the key queues to reload."""
         return [self._due.popleft() for _ in range(len(self._due))]

@@ -17,6 +17,8 @@ from mqlayer.consuming.ordered.lock_checks import LockChecks
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.ownership import Ownership
 from mqlayer.consuming.ordered.partition_opener import PartitionOpener
+from mqlayer.consuming.ordered.read_plan import ReadPlan
+from mqlayer.consuming.ordered.read_turns import ReadPart
 from mqlayer.consuming.ordered.record_intake import RecordIntake
 from mqlayer.consuming.ordered.reloader import Reloader, log_of
 from mqlayer.domain.tags import TagFilter
@@ -29,10 +31,6 @@ from mqlayer.redis.read_scripts import select_command, select_reply
 
 log = event_logger(__name__)
 
-READ_COUNT: Final = 500
-SCAN_COUNT: Final = 4_000
-SCAN_BYTES: Final = 4 * 1024 * 1024
-"""Bounds of a read behind a backlog."""
 BLOCK_MS: Final = 100
 """Longest blocking read; delays the notice of new partitions."""
 LIMITED_BLOCK_MS: Final = 50
@@ -67,8 +65,7 @@ class Reader(NodeService):
         self._lock_checks = LockChecks()
         self._poller = RatePoller(self._rate_limiter)
         self._class_poller = ClassRatePoller(connection, dispatcher.classes)
-        # Rotates the partitions where the rate allows less than one message each.
-        self._round = 0
+        self._plan = ReadPlan(ownership, dispatcher, self._rate_limiter)
 
     def _await_work(self) -> None:
         """Wait in the read."""
@@ -87,22 +84,27 @@ class Reader(NodeService):
             self._ask_rates(opened)
         self._class_poller.poll(owned.lock_holder for owned in opened)
         loaded = self._reloader.load_backlogs(opened)
+        are_due = self._dispatcher.next_due_s() <= 0
         for owned in opened:
-            self._reloader.reload(owned, self._capacity(owned))
+            if are_due or owned.spilled:
+                self._reloader.reload(owned, self._plan.capacity(owned))
         growing = [owned for owned in opened if owned.command is None and not owned.waits_for_replay]
-        readable, count = self._choose(growing)
+        wanted = self._settings.tag_filter
+        parts = self._plan.parts(growing, filtered=wanted is not None)
+        readable = [owned for part in parts for owned in part.partitions]
         if readable:
-            wanted, block_ms = self._settings.tag_filter, self._block_ms(opened, held_back=len(readable) < len(growing))
-            if any(owned.backlogs for owned in opened):
+            block_ms = self._block_ms(opened, held_back=len(readable) < len(growing))
+            if any(owned.backlogs for owned in opened) or self._plan.turns.wait_for_room:
                 if not loaded and not self._found:
-                    # Messages that are settled make room for backlogs, and wake this thread; a read would hold it.
+                    # Messages that are settled make room, and wake this thread; a read would hold it, and an idle
+                    # Redis looks at the ends of such waits every 100 ms only.
                     self._pause(block_ms)
-                block_ms = 1
+                block_ms = 0
             rates = self._rate_commands(opened) if self._poller.due() else []
             if wanted is None:
-                self._read(readable, count, block_ms, rates)
+                self._read(parts, block_ms, rates)
             else:
-                self._select(readable, count, block_ms, wanted, rates)
+                self._select(readable, parts[0].size, block_ms, wanted, rates)
         else:
             # Acks that make room wake this thread.
             self._pause(self._block_ms(opened, held_back=False))
@@ -117,37 +119,6 @@ class Reader(NodeService):
         rate_limiter = self._rate_limiter
         rate_ms = BLOCK_MS if rate_limiter.limit is None else rate_limiter.wait_s() * 1000 or LIMITED_BLOCK_MS
         return max(1, int(min(SHORT_BLOCK_MS if short else BLOCK_MS, due_ms + 1, rate_ms + 1)))
-
-    def _choose(self, partitions: list[OwnedPartition]) -> tuple[list[OwnedPartition], int]:
-        # Behind a backlog others' messages are looked for in large steps: handlers leave this thread little time.
-        most = SCAN_COUNT if any(owned.backlogs for owned in partitions) else READ_COUNT
-        capacities = [(owned, self._read_capacity(owned, most)) for owned in partitions]
-        for owned, capacity in capacities:
-            self._dispatcher.note_full(owned, full=capacity == 0)
-        readable = [(owned, capacity) for owned, capacity in capacities if capacity > 0]
-        count = min([most, *(capacity for _, capacity in readable)])
-        return self._within_rate([owned for owned, _ in readable], count)
-
-    def _read_capacity(self, owned: OwnedPartition, most: int) -> int:
-        keeps = self._rate_limiter.limit is None
-        may_read = self._dispatcher.classes.may_read(owned, self._ownership.shares(owned), keeps=keeps)
-        if may_read is None:
-            return self._capacity(owned)
-        # What finds no room waits as offsets.
-        return min(most, 1 + int(SCAN_BYTES / owned.room.record_bytes), max(0, owned.reach)) if may_read else 0
-
-    def _capacity(self, owned: OwnedPartition) -> int:
-        return owned.room.capacity(*self._ownership.shares(owned), READ_COUNT, owned.reach)
-
-    def _within_rate(self, readable: list[OwnedPartition], count: int) -> tuple[list[OwnedPartition], int]:
-        rate_limiter = self._rate_limiter
-        if rate_limiter.limit is None or not readable:
-            return readable, count
-        left = 0 if rate_limiter.wait_s() > 0 else rate_limiter.available_to_read(count * len(readable))
-        self._round += 1
-        at = self._round % len(readable)
-        # `_read` drops records beyond the rate: only the read shows which partitions have any.
-        return (readable[at:] + readable[:at] if left else []), max(1, left // len(readable))
 
     def _ask_rates(self, partitions: list[OwnedPartition]) -> None:
         commands = self._rate_commands(partitions)
@@ -177,16 +148,16 @@ class Reader(NodeService):
                 self._lost(owned, answer)
         self._opener.open(pairs)
 
-    def _read(self, readable: list[OwnedPartition], count: int, block_ms: int, rates: Sequence[Command] = ()) -> None:
-        keys = [log_of(owned) for owned in readable]
-        after = [b"%d-0" % (owned.next_read - 1) for owned in readable]
-        read = ("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", *keys, *after)
-        checked = self._lock_checks.beside(readable)
-        streams, *replies = self._connection.call([read, *map(self._check, checked), *rates])
+    def _read(self, parts: Sequence[ReadPart], block_ms: int, rates: Sequence[Command] = ()) -> None:
+        reads = [self._read_command(part, block_ms if len(parts) == 1 else 0) for part in parts]
+        readable = [owned for part in parts for owned in part.partitions]
+        checked = self._lock_checks.beside(readable, [owned for owned in readable if self._plan.turns.waits(owned)])
+        answers = self._connection.call([*reads, *map(self._check, checked), *rates])
+        by_key = {key: entries for reply in answers[: len(reads)] for key, entries in self._streams(reply).items()}
+        replies = answers[len(reads) :]
         self._add_rates(replies[len(checked) :])
-        by_key = self._streams(streams)
         locks = dict(zip(checked, replies, strict=False))
-        late = [owned for owned, key in zip(readable, keys, strict=True) if key in by_key and owned not in locks]
+        late = [owned for owned in readable if log_of(owned) in by_key and owned not in locks]
         if late:
             locks |= zip(late, self._connection.call([*map(self._check, late)]), strict=True)
         self._found = bool(by_key)
@@ -194,11 +165,19 @@ class Reader(NodeService):
         if self._settings.tag_filter is not None:
             # A filter was set meanwhile: the next pass applies it.
             return
-        for owned, key in zip(readable, keys, strict=True):
-            entries = by_key.get(key)
-            if owned in locks and self._ours(owned, locks[owned]) and entries:
-                self._lock_checks.found(owned)
-                self._intake.put(owned, entries[: self._rate_limiter.available_to_read(len(entries))])
+        for part in parts:
+            for owned in part.partitions:
+                entries = by_key.get(log_of(owned), ())
+                self._plan.turns.note(owned, len(entries), part.size)
+                if owned in locks and self._ours(owned, locks[owned]) and entries:
+                    self._lock_checks.found(owned)
+                    self._intake.put(owned, entries[: self._rate_limiter.available_to_read(len(entries))])
+
+    def _read_command(self, part: ReadPart, block_ms: int) -> Command:
+        keys = [log_of(owned) for owned in part.partitions]
+        after = [b"%d-0" % (owned.next_read - 1) for owned in part.partitions]
+        block = ("BLOCK", block_ms) if block_ms else ()
+        return ("XREAD", "COUNT", part.size, *block, "STREAMS", *keys, *after)
 
     def _streams(self, reply: Any) -> dict[bytes, Any]:
         raise_for_reply(reply, self._connection.node.address)
@@ -215,7 +194,8 @@ class Reader(NodeService):
         """Read with a tag filter; wait only if the last scan reached the end."""
         keys, after = [log_of(owned) for owned in readable], [owned.next_read - 1 for owned in readable]
         ids = [b"%d-0" % offset for offset in after]
-        wait = ("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *keys, *ids)
+        block = ("BLOCK", block_ms) if block_ms else ()
+        wait = ("XREAD", "COUNT", 1, *block, "STREAMS", *keys, *ids)
         chosen = readable if self._more else self._lock_checks.beside(readable)
         waits = [] if self._more else [wait]
         reads = self._filtered_reads(chosen, count, wanted)

@@ -6,20 +6,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Final
 
 from mqlayer.consuming.engine.clock import clock
 from mqlayer.consuming.engine.core import MemberCore
 from mqlayer.consuming.engine.node_service import NodeService
-from mqlayer.consuming.ordered.attempts import FailedCount, GuardedStart
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
 from mqlayer.consuming.ordered.owned_partitions import EVERY_OFFSET, OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.ownership import Ownership
 from mqlayer.consuming.ordered.partition_reports import PartitionReports
 from mqlayer.consuming.ordered.results import Unsettled
-from mqlayer.domain.message import Record
 from mqlayer.domain.offsets import OffsetRange, as_ranges, joined
 from mqlayer.domain.routing import NodeId
+from mqlayer.errors import MqlayerError
 from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger
 from mqlayer.redis.node_connection import Command, NodeConnection, is_missing_script, raise_for_reply
@@ -45,6 +45,23 @@ LINGER_S: Final = 0.003
 """How long results gather: round trips are expensive."""
 IDLE_WAIT_S: Final = 0.25
 RETRY_S: Final = 0.5
+
+
+class Taken:
+    """What a settler took of a partition to send."""
+
+    __slots__ = ("counted", "failed", "owned", "records", "starts", "unsettled")
+
+    def __init__(self, owned: OwnedPartition) -> None:
+        self.owned, self.unsettled = owned, owned.results.take()
+        self.failed, self.starts = owned.attempts.take()
+        self.records = self.unsettled.records
+        self.counted = owned.attempts.counted(self.records, self.unsettled.unmatched)
+
+    def put_back(self) -> None:
+        """Give it back: it is sent again."""
+        self.owned.results.put_back(self.unsettled)
+        self.owned.attempts.put_back(self.failed, self.starts)
 
 
 class Settler(NodeService):
@@ -86,77 +103,87 @@ class Settler(NodeService):
 
     def _serve(self) -> None:
         partitions = self._partitions()
-        # Once each: otherwise a busy partition would starve the others.
-        for owned in partitions:
-            if owned.results or owned.attempts.unsent or owned.attempts.has_starts:
-                self._send(owned)
+        # All in one write, once each: otherwise a busy partition would starve the others.
+        waiting = [one for one in partitions if one.results or one.attempts.unsent or one.attempts.has_starts]
+        if waiting:
+            self._send(waiting)
         for owned in partitions:
             if owned.state is OwnershipState.DRAINING and self._idle(owned):
                 self._release(owned)
             elif owned.state is OwnershipState.OPEN and owned.is_settled and self._dispatcher.stop_starting(owned):
                 self._reports.drained(owned)
 
-    def _send(self, owned: OwnedPartition) -> None:
-        unsettled = owned.results.take()
-        failed, starts = owned.attempts.take()
-        began = time.perf_counter()
-        records = unsettled.records
-        counted = owned.attempts.counted(records, unsettled.unmatched)
+    def _send(self, partitions: Sequence[OwnedPartition]) -> None:
+        unanswered = [Taken(owned) for owned in partitions]
+        began, error = time.perf_counter(), None
         try:
-            answers = self._ask(owned, self._settles(owned, unsettled, records, counted), failed, starts)
-        except BaseException:
-            owned.results.put_back(unsettled)
-            owned.attempts.put_back(failed, starts)
-            raise
+            commands = [self._commands(taken) for taken in unanswered]
+            replies = iter(self._ask([command for some in commands for command in some]))
+            for taken, some in zip(list(unanswered), commands, strict=True):
+                try:
+                    answers = self._answers(taken, list(islice(replies, len(some))))
+                except MqlayerError as failure:
+                    # Of this partition: the others' answers count.
+                    error = failure
+                else:
+                    unanswered.remove(taken)
+                    self._answered(taken, answers, began)
+        finally:
+            for taken in unanswered:
+                taken.put_back()
+        if error is not None:
+            raise error
+
+    def _commands(self, taken: Taken) -> list[Command]:
+        holder = taken.owned.lock_holder
+        counts = [
+            attempt_command(self._connection, holder, offset, attempts, given_back=given_back)
+            for offset, attempts, given_back in taken.failed
+        ]
+        starts = [start_command(self._connection, holder, start.offset, alone=start.alone) for start in taken.starts]
+        return [*counts, *starts, *self._settles(taken)]
+
+    def _ask(self, commands: Sequence[Command]) -> list[Any]:
+        failpoint("ack.before_send")
+        replies = self._settle_call(commands)
+        failpoint("ack.after_send")
+        return replies
+
+    def _answers(self, taken: Taken, replies: Sequence[Any]) -> list[int | LockKept | Fenced | Refused | None]:
+        address, counts, begun = self._connection.node.address, len(taken.failed), len(taken.failed) + len(taken.starts)
+        return [
+            *(attempt_reply(reply, address) for reply in replies[:counts]),
+            *(start_reply(reply, address) for reply in replies[counts:begun]),
+            *(settle_reply(reply, address) for reply in replies[begun:]),
+        ]
+
+    def _answered(
+        self, taken: Taken, answers: Sequence[int | LockKept | Fenced | Refused | None], began: float
+    ) -> None:
+        owned, records = taken.owned, taken.records
         for answer in answers:
             if isinstance(answer, Fenced | Refused):
                 self._lost(owned, answer)
                 return
-        for start in starts:
+        for start in taken.starts:
             start.recorded.set()
-        owned.attempts.forget(records, counted)
+        owned.attempts.forget(records, taken.counted)
         committed = max((answer.committed for answer in answers if isinstance(answer, LockKept)), default=0)
         owned.deliveries.forget(committed)
-        self._dispatcher.settled(owned, records, committed, unsettled.unmatched)
+        self._dispatcher.settled(owned, records, committed, taken.unsettled.unmatched)
         self._settled(self._connection.node.node_id, len(records))
-        if unsettled.expired:
-            self._expired(owned, len(unsettled.expired))
+        if taken.unsettled.expired:
+            self._expired(owned, len(taken.unsettled.expired))
         if self._spans is not None and self._spans.traced(owned.partition):
             offsets = [record[0] for record in records]
             self._spans.settled({int(owned.partition): offsets}, time.perf_counter() - began)
 
-    def _settles(
-        self, owned: OwnedPartition, unsettled: Unsettled, records: list[Record], counted: list[int]
-    ) -> list[Command]:
+    def _settles(self, taken: Taken) -> list[Command]:
+        unsettled = taken.unsettled
         if self._settings.archived or unsettled.expired:
-            return self._outcome_commands(owned, _with_outcomes(unsettled), counted)
-        ranges, unmatched = as_ranges(record.offset for record in records), unsettled.unmatched
-        return self._settle_commands(owned, joined([*ranges, *unmatched]) if unmatched else ranges, counted)
-
-    def _ask(
-        self,
-        owned: OwnedPartition,
-        settles: list[Command],
-        failed: list[FailedCount],
-        starts: list[GuardedStart],
-    ) -> list[int | LockKept | Fenced | Refused | None]:
-        counts = [
-            attempt_command(self._connection, owned.lock_holder, offset, attempts, given_back=given_back)
-            for offset, attempts, given_back in failed
-        ]
-        begun = [
-            start_command(self._connection, owned.lock_holder, start.offset, alone=start.alone) for start in starts
-        ]
-        commands = [*counts, *begun, *settles]
-        failpoint("ack.before_send")
-        replies = self._settle_call(commands)
-        failpoint("ack.after_send")
-        address = self._connection.node.address
-        return [
-            *(attempt_reply(reply, address) for reply in replies[: len(counts)]),
-            *(start_reply(reply, address) for reply in replies[len(counts) : len(counts) + len(begun)]),
-            *(settle_reply(reply, address) for reply in replies[len(counts) + len(begun) :]),
-        ]
+            return self._outcome_commands(taken.owned, _with_outcomes(unsettled), taken.counted)
+        ranges, unmatched = as_ranges(record.offset for record in taken.records), unsettled.unmatched
+        return self._settle_commands(taken.owned, joined([*ranges, *unmatched]) if unmatched else ranges, taken.counted)
 
     def _settle_commands(self, owned: OwnedPartition, ranges: list[OffsetRange], forget: list[int]) -> list[Command]:
         commands: list[Command] = []
