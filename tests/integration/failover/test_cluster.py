@@ -28,7 +28,7 @@ from mqlayer.redis.node_connection import raise_for_reply
 from mqlayer.relay import relay_once
 from mqlayer.routes import rearm_lost_nodes
 from mqlayer.topics import find_node, register_node, set_durability, set_node_address, set_node_replicas
-from tests.fixtures.cluster_load import await_more, publishing
+from tests.fixtures.cluster_load import move_each_slot, publishing
 from tests.fixtures.clusters import SLOTS, Cluster, StartCluster, slot_of
 from tests.fixtures.consumers import Recorder, StartStage
 from tests.fixtures.receivers import OpenReceiver
@@ -253,12 +253,7 @@ def test_slots_that_move_under_load_keep_their_order(start_cluster: StartCluster
     share(stage, shared, group="s")
     with publishing(stage) as sent:
         for _ in range(2):
-            for partition in stage.partitions:
-                await_more(recorder, 20)
-                source, primaries = cluster.owner(partition), cluster.primaries()
-                target = primaries[(primaries.index(source) + 1) % len(primaries)]
-                cluster.move_slot(slot_of(partition), target)
-                assert cluster.owner(partition) is target
+            move_each_slot(cluster, stage.partitions, recorder, cluster.move_slot)
     wait_until(lambda: recorder.count() == len(sent), timeout_s=30, what="all handled")
     wait_until(lambda: shared.count() == len(sent), timeout_s=30, what="all handled by the shared group")
     recorder.assert_in_order()
