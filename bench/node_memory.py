@@ -14,13 +14,14 @@ import psycopg
 import mqlayer
 from bench.bloat import LEASE_S, record_of, ref_of
 from bench.fill import fill
+from bench.memory import resident_mb
 from bench.rebalance import new_group
 from bench.registry import Line, bench, compared
 from bench.stage import BATCH, Stage, System
 from mqlayer.archive import archive_pass
 from mqlayer.domain.routing import LP_COUNT, lp_of
 from mqlayer.domain.sizing import Figures, mark_bytes, record_bytes
-from mqlayer.groups import join, send_heartbeat
+from mqlayer.groups import join, leave, send_heartbeat
 from mqlayer.parking.store import KeyEntry, ParkingBatch, ParkingStore
 from mqlayer.redis.keys import partition_keys
 from mqlayer.redis.node_connection import NodeConnection
@@ -42,6 +43,8 @@ KEYS: Final = tuple(f"customer-{number:03}" for number in range(1_000))
 """Of 12 bytes."""
 FACTS: Final = b"1764214567890"
 WIDE: Final = 64
+FEW: Final = 4
+MANY: Final = 512
 GROUPS: Final = 4
 SOURCES: Final = 4
 NUMBERS: Final = range(1, COUNT + 1)
@@ -57,12 +60,13 @@ Session = psycopg.Connection[tuple[object, ...]]
 @bench("node_memory")
 def node_memory(stage: Stage) -> Iterator[Line]:
     """Bytes per record waiting on a node, partition, group, mark and failed message, and per row of Postgres with its
-    indexes and without its body, against the figure with which `mqlayer size` computes."""
+    indexes and without its body; in a consumer's process, of a partition and a parked key; against the figure with which `mqlayer size` computes."""
     yield from of_records(stage)
     yield from of_partitions(stage)
     yield from of_marks(stage)
     yield from of_attempts(stage)
     yield from of_rows(stage)
+    yield from of_processes(stage)
 
 
 def line(what: str, measured: float, figure: float) -> Line:
@@ -184,6 +188,18 @@ def of_rows(stage: Stage) -> Iterator[Line]:
         yield line("archived record", archived - len(BODY), Figures.archived_record)
 
 
+def of_processes(stage: Stage) -> Iterator[Line]:
+    """Yield lines of a consumer's process: of each partition, and of each parked key."""
+    system = stage.system(fsync="everysec", partitions=FEW)
+    few_mb, parking = resident_mb(system, "few"), Parking(system)
+    parking.park(1)
+    parking.leave()
+    parked_mb = resident_mb(system, parking.group)
+    yield line("parked key in a process", (parked_mb - few_mb) * 1e6 / COUNT, Figures.process_parked_key)
+    many_mb = resident_mb(stage.system(fsync="everysec", partitions=MANY), "many")
+    yield line("partition in a process", (many_mb - few_mb) * 1e6 / (MANY - FEW), Figures.process_partition)
+
+
 def row_bytes(session: Session, tables: str, write: Callable[[], object]) -> float:
     """Return by how much tables grow per row."""
     before = table_bytes(session, tables)
@@ -226,10 +242,15 @@ class Parking:
 
     def __init__(self, system: System) -> None:
         group = new_group(system)
-        session = join(system.database, group_id=group.group_id, member_id="m", lease_s=LEASE_S)
-        self._owned = send_heartbeat(system.database, session, lease_s=LEASE_S).assignments[0]
+        self.group, self._database = group.name, system.database
+        self._session = join(system.database, group_id=group.group_id, member_id="m", lease_s=LEASE_S)
+        self._owned = send_heartbeat(system.database, self._session, lease_s=LEASE_S).assignments[0]
         self._store = ParkingStore(system.database, group.group_id, "m")
         self._count = 0
+
+    def leave(self) -> None:
+        """Let another member have the group."""
+        leave(self._database, self._session)
 
     def park(self, messages_of_a_key: int) -> None:
         """Park messages of new keys."""
@@ -237,7 +258,7 @@ class Parking:
             numbers = range(self._count, self._count + BATCH)
             self._count += BATCH
             refs = {number: ref_of(number // messages_of_a_key * messages_of_a_key) for number in numbers}
-            entries = [KeyEntry(ref, "retry", 60.0, 1) for n, ref in refs.items() if n % messages_of_a_key == 0]
+            entries = [KeyEntry(ref, "retry", LEASE_S, 1) for n, ref in refs.items() if n % messages_of_a_key == 0]
             messages = [(ref, record_of(ref, number)._replace(body=BODY)) for number, ref in refs.items()]
             self._store.write(
                 self._owned.partition, self._owned.epoch, ParkingBatch(entries=entries, messages=messages)

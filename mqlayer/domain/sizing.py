@@ -63,6 +63,8 @@ class Figures:
     # Processes.
     process_bytes = 62_000_000
     prefetch_bytes = 33_554_432
+    process_partition = 10_000
+    process_parked_key = 1_000
 
     # The most connections that pools hold.
     of_relay = 26
@@ -189,11 +191,13 @@ def _of_consumers(load: PlannedLoad) -> Iterator[Requirement]:
         f"two for each of a group's {ceil(processes * each / load.groups)} consumers",
         "a partition has one consumer of a group",
     )
+    held = partitions_at_least(load) * load.groups * Figures.process_partition
+    held += load.parked_messages * Figures.process_parked_key
     yield Requirement(
         "consumer_memory_bytes",
-        processes * (Figures.process_bytes + each * Figures.prefetch_bytes),
-        f"{processes} x (62 MB + {each} x 32 MiB read ahead)",
-        "consumer_memory, prefetch_bytes",
+        processes * (Figures.process_bytes + each * Figures.prefetch_bytes) + held,
+        f"{processes} x (62 MB + {each} x 32 MiB read ahead), and {held:,} B of partitions and parked keys",
+        "consumer_memory, prefetch_bytes, node_memory",
     )
 
 

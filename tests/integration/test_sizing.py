@@ -6,7 +6,6 @@ import pytest
 
 from mqlayer import Message
 from mqlayer.domain.sizing import Figures, PlannedLoad, node_memory, waiting_records
-from tests.fixtures.variants import one_of_each
 from tests.proof.world import World
 
 PARTITIONS = 4

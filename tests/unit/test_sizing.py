@@ -40,9 +40,9 @@ def needs(load: PlannedLoad) -> dict[str, int]:
 
 
 def test_the_figures_are_those_of_the_code() -> None:
-    assert 2 * OF_A_RELAY + 2 == Figures.of_relay
-    assert 2 * OF_A_WORKER == Figures.of_worker
-    assert CONNECTIONS_OF_A_MEMBER == Figures.of_consumer
+    assert Figures.of_relay == 2 * OF_A_RELAY + 2
+    assert Figures.of_worker == 2 * OF_A_WORKER
+    assert Figures.of_consumer == CONNECTIONS_OF_A_MEMBER
     assert MemberOptions().prefetch_bytes == Figures.prefetch_bytes
     assert Settings.model_fields["inbox_horizon_s"].default == WEEK_S
 
