@@ -59,8 +59,9 @@ Session = psycopg.Connection[tuple[object, ...]]
 
 @bench("node_memory")
 def node_memory(stage: Stage) -> Iterator[Line]:
-    """Bytes per record waiting on a node, partition, group, mark and failed message, and per row of Postgres with its
-    indexes and without its body; in a consumer's process, of a partition and a parked key; against the figure with which `mqlayer size` computes."""
+    """Bytes per record waiting on a node, partition, group, mark and failed message; per row of Postgres with its
+    indexes and without its body; in a consumer's process, of a partition and a parked key. All against the figures
+    with which `mqlayer size` computes."""
     yield from of_records(stage)
     yield from of_partitions(stage)
     yield from of_marks(stage)

@@ -25,7 +25,7 @@ def size(
     handler_ms: Annotated[float, typer.Option(min=0, max=86_400_000, help="Time that a handler takes.")] = 10.0,
     concurrency: Annotated[int, typer.Option(min=1, max=10_000, help="Handlers at once of a consumer.")] = 8,
     groups: Annotated[int, typer.Option(min=1, max=1_000, help="Groups that get each message.")] = 1,
-    consumers_per_process: Annotated[int, typer.Option(min=1, max=1_000, help="Consumers in one process.")] = 1,
+    process_consumers: Annotated[int, typer.Option(min=1, max=1_000, help="Consumers in one process.")] = 1,
     process_rate: Annotated[
         float, typer.Option(min=0.001, max=10 * MILLION, help="Messages per second of a process, at most.")
     ] = Figures.process,
@@ -55,7 +55,7 @@ def size(
         handler_ms=handler_ms,
         concurrency=concurrency,
         groups=groups,
-        consumers_per_process=consumers_per_process,
+        consumers_per_process=process_consumers,
         process_rate=process_rate,
         node_rate=node_rate,
         node_bytes=int(node_gb * 10**9),

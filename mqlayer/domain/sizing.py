@@ -23,20 +23,20 @@ class Figures:
     # Redis: a stream keeps records in blocks, 100 in one at most.
     block_bytes = 4_096
     block_records = 100
-    block_overhead = 40
-    record_overhead = 55
+    block_overhead = 60
+    record_overhead = 45
     """Facts and lengths of a record, without its key and body."""
     key_bytes = 12
-    empty_node = 1_600_000
-    partition = 6_000
+    empty_node = 1_500_000
+    partition = 4_600
     """With its first block of records."""
     group = 700
     """On a partition."""
-    attempt = 110
+    attempt = 80
     """A message that failed and waits in place."""
-    mark = 95
+    mark = 80
     """Of a source in an LP, where a partition has many."""
-    packed_mark = 24
+    packed_mark = 10
     packed_marks = 512
     """How many of a partition lie packed: `hash-max-listpack-entries`."""
     kept_records = 100
@@ -45,11 +45,11 @@ class Figures:
 
     # Postgres rows with their indexes, without the body.
     outbox_row = 210
-    archived_record = 150
-    fenced_key = 150
-    inbox_row = 200
-    parked_message = 500
-    parked_key = 200
+    archived_record = 160
+    fenced_key = 190
+    inbox_row = 170
+    parked_message = 430
+    parked_key = 410
     outbox_s = 1_800
     """How long a relayed row may stay."""
 
@@ -61,10 +61,10 @@ class Figures:
     """3,600 of the 4,000 messages that 8 handlers of 2 ms could do."""
 
     # Processes.
-    process_bytes = 62_000_000
+    process_bytes = 72_000_000
     prefetch_bytes = 33_554_432
-    process_partition = 10_000
-    process_parked_key = 1_000
+    process_partition = 13_000
+    process_parked_key = 1_100
 
     # The most connections that pools hold.
     of_relay = 26
@@ -129,9 +129,14 @@ def requirements(load: PlannedLoad) -> Iterator[Requirement]:
 def record_bytes(body_bytes: int, key_bytes: int = Figures.key_bytes) -> float:
     """Return a waiting record's bytes on a node."""
     entry = Figures.record_overhead + key_bytes + body_bytes
-    fit = min(Figures.block_records, Figures.block_bytes // entry)
-    # A block of records that do not fit into one has as many bytes as its record.
-    return (Figures.block_bytes + Figures.block_overhead) / fit if fit else entry + Figures.block_overhead
+    fit = max(1, min(Figures.block_records, Figures.block_bytes // entry))
+    return (_allocated(fit * entry) + Figures.block_overhead) / fit
+
+
+def _allocated(size: int) -> int:
+    """Return the allocator's class of a size: four classes between two powers of two."""
+    step = max(16, 1 << (size - 1).bit_length() - 3)
+    return ceil(size / step) * step
 
 
 def waiting_records(load: PlannedLoad) -> int:
@@ -196,8 +201,8 @@ def _of_consumers(load: PlannedLoad) -> Iterator[Requirement]:
     yield Requirement(
         "consumer_memory_bytes",
         processes * (Figures.process_bytes + each * Figures.prefetch_bytes) + held,
-        f"{processes} x (62 MB + {each} x 32 MiB read ahead), and {held:,} B of partitions and parked keys",
-        "consumer_memory, prefetch_bytes, node_memory",
+        f"{processes} x (72 MB + {each} x 32 MiB read ahead), and {held:,} B of partitions and parked keys",
+        "node_memory, prefetch_bytes",
     )
 
 

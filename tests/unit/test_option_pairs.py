@@ -44,7 +44,7 @@ OPTIONS: Final[dict[str, str]] = {
     "doctor": "--all --json",
     "problems": "--ended --hours --json",
     "size":
-        "--rate --body --stop-hours --handler-ms --concurrency --groups --consumers-per-process --process-rate "
+        "--rate --body --stop-hours --handler-ms --concurrency --groups --process-consumers --process-rate "
         "--node-rate --node-gb --relays --workers --producers --keys-per-week --inbox --archive-days "
         "--parked-messages --failing-messages --json",
     "verify": "TOPIC --deep --json",
