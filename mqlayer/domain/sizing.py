@@ -1,7 +1,4 @@
-"""Servers, processes, connections and disk for a planned load, by measured figures.
-
-`scripts/bench node_memory` measures those of memory and disk again, and compares them with the ones here.
-"""
+"""Needs of a planned load, by measured figures; `scripts/bench node_memory` measures them again."""
 
 from __future__ import annotations
 
@@ -140,12 +137,12 @@ def _allocated(size: int) -> int:
 
 
 def waiting_records(load: PlannedLoad) -> int:
-    """Return how many records nodes hold at the end of the longest stop."""
+    """Count records at the end of the longest stop."""
     return ceil(load.rate * (load.stop_s + Figures.trim_s)) + Figures.kept_records * partitions_at_least(load)
 
 
 def process_count(load: PlannedLoad) -> int:
-    """Return how many consumer processes all groups need."""
+    """Count the processes of all groups."""
     at_once = load.concurrency * load.consumers_per_process
     by_handlers = Figures.handlers_busy * at_once / load.handler_ms * 1_000 if load.handler_ms else load.process_rate
     wanted = load.rate * load.groups / min(load.process_rate, by_handlers)
@@ -153,7 +150,7 @@ def process_count(load: PlannedLoad) -> int:
 
 
 def partitions_at_least(load: PlannedLoad) -> int:
-    """Return one partition for each consumer of a group, twice. Raises InvalidInput."""
+    """Return two for each consumer of a group. Raises InvalidInput."""
     consumers = ceil(process_count(load) * load.consumers_per_process / load.groups)
     if consumers > LP_COUNT:
         raise InvalidInput(
@@ -169,7 +166,7 @@ def mark_bytes(marks: int) -> int:
 
 
 def node_memory(load: PlannedLoad) -> dict[str, int]:
-    """Return the bytes that a load holds on all nodes, by kind."""
+    """Return bytes on all nodes, by kind."""
     partitions = partitions_at_least(load)
     marks = load.sources * LP_COUNT
     return {
