@@ -36,6 +36,8 @@ LEAST_REPETITIONS: Final = 3
 MANY_REPETITIONS: Final = 5
 FEW_FACTOR: Final = 3.0
 MANY_FACTOR: Final = 2.0
+WIDTH: Final = 200
+"""Of a table in a pipe or a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +119,15 @@ def spread_of(figures: Sequence[float]) -> float:
 def report(run: Recording, earlier: Sequence[Recording]) -> bool:
     """Show a run beside the record, slower lines first; return whether none is slower."""
     rows = compare(run, earlier)
-    table = Table("line", "unit", "compared", "before", "now", "change", "noise", "", "since", box=None)
+    table = Table(box=None)
+    for title in ("line", "unit", "compared", "before", "now", "change", "noise", "", "since"):
+        table.add_column(title, no_wrap=True)
     order: list[Verdict] = ["slower", "faster", "gone", "new", "not compared", "same"]
     for row in sorted(rows, key=lambda one: order.index(one.verdict)):
         table.add_row(*cells(row))
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
     console.print(table)
     for one in {row.since.file_name: row.since for row in rows if row.since}.values():
         console.print(escape(described(one)), highlight=False)

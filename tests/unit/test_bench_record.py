@@ -189,6 +189,12 @@ def test_a_report_shows_each_line_with_its_change_and_both_runs(capsys: pytest.C
     assert shown[5][:2] == ["this", "run:"]
 
 
+def test_a_report_in_a_pipe_shows_whole_names(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a line of a bench[with more than forty letters in its name]"
+    report(run(ratios(1.0, name=name, unit="transactions/s")), [])
+    assert name in capsys.readouterr().out
+
+
 def test_a_file_gives_back_its_run(tmp_path: Path) -> None:
     one = run(ratios(1.0, 1.25), values(3.0, name="b"))
     path = one.write(tmp_path / "results")
