@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -77,8 +77,8 @@ def test_of_a_rate_more_is_faster(unit: str) -> None:
 
 @pytest.mark.parametrize("unit", COSTS)
 @pytest.mark.parametrize("line", [ratios, values])
-def test_of_a_time_or_a_size_less_is_faster(unit: str, line: type[Samples]) -> None:
-    low, high = (line(one, one, one, unit=unit) for one in (1.0, 1.2))  # type: ignore[call-arg, misc]
+def test_of_a_time_or_a_size_less_is_faster(unit: str, line: Callable[..., Samples]) -> None:
+    low, high = (line(one, one, one, unit=unit) for one in (1.0, 1.2))
     assert (verdict(low, high), verdict(high, low)) == ("slower", "faster")
 
 
