@@ -35,7 +35,7 @@ BETTER: Final[dict[str, Direction]] = {
     **dict.fromkeys(
         ("ms", "ms longest gap", "ms longest pause", "ms p50", "ms p95", "ms p99", "s", "us per message"), "lower"
     ),
-    **dict.fromkeys(("MB", "MB at most", "MB peak", "connections"), "lower"),
+    **dict.fromkeys(("B", "MB", "MB at most", "MB peak", "connections"), "lower"),
     # Work that the same members make: by the second, as it comes from their heartbeats.
     **dict.fromkeys(("CPU s/s", "heartbeats", "in 1,000 stop", "kB/s", "statements/s"), "lower"),
     **dict.fromkeys(("1/s", "changes"), "neither"),

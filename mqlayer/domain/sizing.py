@@ -1,4 +1,4 @@
-"""Needs of a planned load, by measured figures; `scripts/bench node_memory` measures them again."""
+"""Needs of a planned load, by figures that `scripts/bench node_memory` measures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WEEK_S: Final = 604_800
 
 
 class Figures:
-    """Measured bytes and rates: on two shared cores, Redis 7.0 and Postgres 15."""
+    """On two shared cores, Redis 7.0 and Postgres 15."""
 
     # Redis: a stream keeps records in blocks, 100 in one at most.
     block_bytes = 4_096
@@ -59,6 +59,7 @@ class Figures:
 
     # Processes.
     process_bytes = 72_000_000
+    """With OpenTelemetry's SDK, which redis-py imports where it is installed."""
     prefetch_bytes = 33_554_432
     process_partition = 13_000
     process_parked_key = 1_100
@@ -107,7 +108,7 @@ class PlannedLoad:
 
 
 class Requirement(NamedTuple):
-    """A need with its unit in its name, its computation, and the origin of the figures."""
+    """A need; `figures`: their origin."""
 
     name: str
     value: int
@@ -116,7 +117,7 @@ class Requirement(NamedTuple):
 
 
 def requirements(load: PlannedLoad) -> Iterator[Requirement]:
-    """Yield the needs of a load. Raises InvalidInput for more partitions than a topic has."""
+    """Yield the needs. Raises InvalidInput for more partitions than a topic has."""
     yield from _of_consumers(load)
     yield from _of_nodes(load)
     yield from _of_disk(load)
@@ -124,25 +125,25 @@ def requirements(load: PlannedLoad) -> Iterator[Requirement]:
 
 
 def record_bytes(body_bytes: int, key_bytes: int = Figures.key_bytes) -> float:
-    """Return a waiting record's bytes on a node."""
+    """Of one that waits on a node."""
     entry = Figures.record_overhead + key_bytes + body_bytes
     fit = max(1, min(Figures.block_records, Figures.block_bytes // entry))
     return (_allocated(fit * entry) + Figures.block_overhead) / fit
 
 
 def _allocated(size: int) -> int:
-    """Return the allocator's class of a size: four classes between two powers of two."""
+    """Round up as the allocator: four classes between powers of two."""
     step = max(16, 1 << (size - 1).bit_length() - 3)
     return ceil(size / step) * step
 
 
 def waiting_records(load: PlannedLoad) -> int:
-    """Count records at the end of the longest stop."""
+    """At the end of the longest stop."""
     return ceil(load.rate * (load.stop_s + Figures.trim_s)) + Figures.kept_records * partitions_at_least(load)
 
 
 def process_count(load: PlannedLoad) -> int:
-    """Count the processes of all groups."""
+    """Of all groups."""
     at_once = load.concurrency * load.consumers_per_process
     by_handlers = Figures.handlers_busy * at_once / load.handler_ms * 1_000 if load.handler_ms else load.process_rate
     wanted = load.rate * load.groups / min(load.process_rate, by_handlers)
@@ -150,7 +151,7 @@ def process_count(load: PlannedLoad) -> int:
 
 
 def partitions_at_least(load: PlannedLoad) -> int:
-    """Return two for each consumer of a group. Raises InvalidInput."""
+    """Two for each consumer of a group. Raises InvalidInput."""
     consumers = ceil(process_count(load) * load.consumers_per_process / load.groups)
     if consumers > LP_COUNT:
         raise InvalidInput(
@@ -161,12 +162,12 @@ def partitions_at_least(load: PlannedLoad) -> int:
 
 
 def mark_bytes(marks: int) -> int:
-    """Return the bytes of one of a partition's marks."""
+    """Of one, where a partition has so many."""
     return Figures.packed_mark if marks <= Figures.packed_marks else Figures.mark
 
 
 def node_memory(load: PlannedLoad) -> dict[str, int]:
-    """Return bytes on all nodes, by kind."""
+    """Of all nodes, by kind."""
     partitions = partitions_at_least(load)
     marks = load.sources * LP_COUNT
     return {
