@@ -61,8 +61,21 @@ class Figures:
     process_bytes = 72_000_000
     """With OpenTelemetry's SDK, which redis-py imports where it is installed."""
     prefetch_bytes = 33_554_432
-    process_partition = 13_000
+    process_consumer = 340_000
+    """Each further one of a process."""
+    process_partition = 13_500
     process_parked_key = 1_100
+    process_record = 290
+    relay_bytes = 72_000_000
+    busy_relay_bytes = 78_000_000
+    """With a backlog of any length."""
+    relay_partition = 1_900
+    relay_lp = 470
+    producer_bytes = 72_000_000
+    producer_partition = 1_000
+    producer_lp = 1_800
+    pending_send = 2_000
+    """With its future."""
 
     # The most connections that pools hold.
     of_relay = 26
