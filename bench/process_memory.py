@@ -26,7 +26,7 @@ CONSUMERS: Final = 9
 TOPICS: Final = 33
 BACKLOG: Final = 300_000
 PENDING: Final = 100_000
-SAMPLES: Final = 4
+SAMPLES: Final = 3
 
 
 @bench("process_memory")
