@@ -29,11 +29,11 @@ TEXTS: Final[Mapping[str, Mapping[str, str]]] = {
         "node_memory[failed message]": "failed message that waits in place",
     },
     "Postgres, with indexes": {
-        "node_memory[outbox row]": "outbox row, and its body",
-        "node_memory[archived record]": "archived record, and its body",
+        "node_memory[outbox row]": "outbox row, beside its body",
+        "node_memory[archived record]": "archived record, beside its body",
         "node_memory[fenced key]": "fenced key",
         "node_memory[inbox row]": "inbox message",
-        "node_memory[parked message]": "parked message, and its body",
+        "node_memory[parked message]": "parked message, beside its body",
         "node_memory[parked key]": "parked key",
     },
     "consumer": {
@@ -41,7 +41,7 @@ TEXTS: Final[Mapping[str, Mapping[str, str]]] = {
         "process_memory[next consumer of a process]": "each further consumer of the process",
         "process_memory[partition of a consumer]": "partition that it owns",
         "process_memory[parked key]": "parked key of its partitions",
-        "process_memory[message read ahead]": "message read ahead, and its body",
+        "process_memory[message read ahead]": "message read ahead, beside its body",
     },
     "relay": {
         "process_memory[relay]": "process without messages",
@@ -53,7 +53,7 @@ TEXTS: Final[Mapping[str, Mapping[str, str]]] = {
         "process_memory[producer]": "process without messages",
         "process_memory[partition of a producer]": "partition",
         "process_memory[LP of a producer]": "LP that it sent to",
-        "process_memory[message that waits in a producer]": "waiting message with its future, and its body",
+        "process_memory[message that waits in a producer]": "waiting message with its future, beside its body",
     },
 }
 """What a line measures, by where the bytes are."""

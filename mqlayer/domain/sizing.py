@@ -1,4 +1,4 @@
-"""Needs of a planned load, by figures that `scripts/bench node_memory` measures."""
+"""Needs of a planned load, by figures that `scripts/bench node_memory process_memory` measures."""
 
 from __future__ import annotations
 
