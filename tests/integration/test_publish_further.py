@@ -79,7 +79,10 @@ def buffers(session: Session) -> int:
 
 def test_the_pages_that_a_message_touches_do_not_grow_with_the_messages_before_it(started: Session) -> None:
     """1,000 of one key leave eight pages of versions, 6,000 fifty; another key between them changes nothing."""
-    several = "SELECT mqlayer_app.publish_v2('orders', CASE WHEN n % 10 = 0 THEN 'b' ELSE 'a' END, 'x') FROM generate_series(1, %s) n"
+    several = (
+        "SELECT mqlayer_app.publish_v2('orders', CASE WHEN n % 10 = 0 THEN 'b' ELSE 'a' END, 'x') "
+        "FROM generate_series(1, %s) AS n"
+    )
     with started.transaction():
         started.execute(several.replace("%s", "1000"))
         early = min(buffers(started) for _ in range(3))
@@ -99,7 +102,7 @@ def test_seqs_are_dense_and_in_order_whatever_a_transaction_does_between(
     started: Session, outbox_dsn: str, seed: int
 ) -> None:
     """Savepoints, other keys and topics, other functions, settings of the caller's own, an end without a commit."""
-    program = Program(started, random.Random(seed))  # noqa: S311  # a repeatable choice
+    program = Program(started, random.Random(seed))  # a repeatable choice
     for commits in (True, False, True):
         program.run(steps=60, commits=commits)
     for (topic_id, lp), rows in outbox_rows(outbox_dsn).items():
