@@ -1,12 +1,13 @@
 """What statements read as the tables fill: rows that wait in the outbox, parked keys, the fence's rows.
 
-`BENCH_ROWS` rows of each, 100,000 by default; `BENCH_OUTBOX_ROWS`, `BENCH_PARKED_ROWS` and `BENCH_FENCE_ROWS` change one of
-them. Each statement of an act runs under EXPLAIN first, and is rolled back; pages of triggers are not among what it counts.
+`BENCH_ROWS` rows of each, 100,000 by default; `BENCH_OUTBOX_ROWS`, `BENCH_PARKED_ROWS` and `BENCH_FENCE_ROWS` change
+one of them. Each statement runs under EXPLAIN first, and is rolled back; pages of triggers are not counted.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +28,14 @@ from mqlayer.parking.store import KeyEntry, KeyRef, KeyUpdate, ParkingBatch, Par
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.redelivery import ParkedFilter, plan_bulk
-from mqlayer.redelivery.bulk import cancel_bulk, start_bulk
+from mqlayer.redelivery.bulk import start_bulk
 from mqlayer.redelivery.bulk_worker import work_on
 from mqlayer.redelivery.redelivery_job import new_worker
 from mqlayer.runtime.runtime import Runtime
 
 ROWS: Final = os.environ.get("BENCH_ROWS", "100000")
 SIZES: Final = {name: int(os.environ.get(f"BENCH_{name.upper()}_ROWS", ROWS)) for name in ("outbox", "parked", "fence")}
+FEW: Final = 2_000
 STEP: Final = 1_000_000
 ROUNDS: Final = 3
 PARKED_AT_ONCE: Final = 100
@@ -41,6 +43,7 @@ TABLES: Final = (
     "mqlayer_app.outbox, mqlayer_app.counter, mqlayer_app.fence_applied, mqlayer.parked_key, mqlayer.parked_message, "
     "mqlayer.bulk_item"
 )
+STATEMENT: Final = re.compile(r"(--[^\n]*\n|\s)*(SELECT|INSERT|UPDATE|DELETE|WITH)\b")
 OUTBOX: Final = """
 INSERT INTO mqlayer_app.outbox (id, topic_id, lp, slot, seq, created_at, key, body)
 SELECT nextval('mqlayer_app.outbox_number'), 1, n %% 1024, %(slot)s, n / 1024 + 1, now(), 'key-' || n %% 100000,
@@ -104,8 +107,9 @@ class ExplainingCursor(psycopg.Cursor[Any]):
         self._readings = readings
 
     def execute(self, text: Any, facts: Any = None, **options: Any) -> Any:
-        if self._readings.on and text != b"" and not str(text, "utf-8").lstrip().startswith(("ANALYZE", "SET")):
-            self._explain(bytes(text), facts)
+        plain = text.decode() if isinstance(text, bytes) else str(text)
+        if self._readings.on and STATEMENT.match(plain):
+            self._explain(plain.encode(), facts)
         return super().execute(text, facts, **options)
 
     def _explain(self, text: bytes, facts: Any) -> None:
@@ -114,21 +118,22 @@ class ExplainingCursor(psycopg.Cursor[Any]):
         super().execute(b"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + text, facts, prepare=False)
         ((answer,),) = self.fetchall()
         self._readings.add(answer[0])
-        super().execute(b"ROLLBACK" if alone else b"ROLLBACK TO SAVEPOINT explained")
+        super().execute(b"ROLLBACK" if alone else b"ROLLBACK TO SAVEPOINT explained; RELEASE SAVEPOINT explained")
 
 
 @bench("filled")
 def filled(stage: Stage) -> Iterator[Line]:
-    """Pages that one act reads with so many rows in its table, against the same with none; its statements' ms beside. Late:
-    Postgres knows of no row yet. The target bounds the ratio."""
-    empty = Scene(stage.system())
-    before = empty.readings()
+    """Pages that one act reads with so many rows in its table, against the same with few; its statements' ms beside.
+    Late: Postgres knows of no row yet. The target bounds the ratio."""
+    small = Scene(stage.system())
+    small.fill(dict.fromkeys(SIZES, FEW))
+    small.analyze()
+    before = small.readings()
     full = Scene(stage.system())
     full.fill(SIZES)
     for state in ("late", "analyzed"):
         if state == "analyzed":
-            with full.database.connection() as connection:
-                connection.execute(f"ANALYZE {TABLES}".encode())
+            full.analyze()
         for name, reading in full.readings().items():
             yield Line(
                 name=f"filled[{name}, {state}]",
@@ -161,7 +166,9 @@ class Scene:
     def fill(self, sizes: Mapping[str, int]) -> None:
         """Fill the tables."""
         with self.database.connection() as connection:
-            ((slot,),) = connection.execute("SELECT (floor(date_part('epoch', now()) / 900)::bigint + 2) & 3").fetchall()
+            ((slot,),) = connection.execute(
+                "SELECT (floor(date_part('epoch', now()) / 900)::bigint + 2) & 3"
+            ).fetchall()
             facts = {"slot": slot, "group_id": self.group.group_id}
             for name, text in (("outbox", OUTBOX), ("fence", FENCE)):
                 for first in range(1, sizes[name] + 1, STEP):
@@ -170,6 +177,11 @@ class Scene:
                     note(f"  {upto:,} rows of {name}")
             connection.execute(COUNTERS.encode())
         fill_group(self.system, self.group, sizes["parked"], analyzed=False)
+
+    def analyze(self) -> None:
+        """Let Postgres know the tables."""
+        with self.database.connection() as connection:
+            connection.execute(f"ANALYZE {TABLES}".encode())
 
     def readings(self) -> dict[str, Reading]:
         """Return what each act reads: the median of some rounds."""
@@ -190,14 +202,19 @@ class Scene:
 
     def acts(self) -> Mapping[str, Callable[[], object]]:
         """Return the acts, by name."""
-        middle, batch = SIZES["outbox"] // 2, [KEYS[number] for number in range(BATCH)]
+        middle, batch = FEW // 2, [KEYS[number] for number in range(BATCH)]
         sets = list(range(16))
-        fenced = {"group_id": self.group.group_id, "epochs": [1] * BATCH, "replays": [0] * BATCH, "sources": [1] * BATCH}
+        fenced = {
+            "group_id": self.group.group_id,
+            "epochs": [1] * BATCH,
+            "replays": [0] * BATCH,
+            "sources": [1] * BATCH,
+        }
         fenced |= {"keys": batch, "lps": [lp_of(key.encode()) for key in batch], "seqs": [2_000_000_000] * BATCH}
+        several = {"topics": ["bench"] * BATCH, "keys": batch, "bodies": [b"x"] * BATCH, "headers": [None] * BATCH}
         asked: dict[str, tuple[str, dict[str, Any]]] = {
             "publish": ("outbox_publish", {"topic": "bench", "key": "key-1", "body": b"x", "headers": None}),
-            "publish 500": ("outbox_publish_many", {"topics": ["bench"] * BATCH, "keys": batch, "bodies": [b"x"] * BATCH,
-                                                    "headers": [None] * BATCH}),
+            "publish 500": ("outbox_publish_many", several),
             "relay, 250 rows": ("outbox_scan", {"after": middle, "lp_sets": sets, "limit": 250, "bytes": 4_000_000}),
             "relay, rows of two LPs": ("outbox_of_lps", {"topic_ids": [1, 1], "lps": [5, 700], "afters": [10, 0],
                                                          "each": 100, "bytes": 4_000_000}),
