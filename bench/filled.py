@@ -10,15 +10,15 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import psycopg
 from psycopg.pq import TransactionStatus
 
 from bench.bloat import LEASE_S, record_of, ref_of
-from bench.long_lists import fill_group
+from bench.long_lists import FILL
 from bench.rebalance import new_group
 from bench.registry import Line, bench, note
 from bench.stage import BATCH, KEYS, Stage, System
@@ -37,11 +37,18 @@ ROWS: Final = os.environ.get("BENCH_ROWS", "100000")
 SIZES: Final = {name: int(os.environ.get(f"BENCH_{name.upper()}_ROWS", ROWS)) for name in ("outbox", "parked", "fence")}
 FEW: Final = 2_000
 STEP: Final = 1_000_000
+PARKED_STEP: Final = 100_000
 ROUNDS: Final = 3
 PARKED_AT_ONCE: Final = 100
 TABLES: Final = (
     "mqlayer_app.outbox, mqlayer_app.counter, mqlayer_app.fence_applied, mqlayer.parked_key, mqlayer.parked_message, "
     "mqlayer.bulk_item"
+)
+TOUCHED: Final = (
+    "Actual Rows",
+    "Rows Removed by Filter",
+    "Rows Removed by Join Filter",
+    "Rows Removed by Index Recheck",
 )
 STATEMENT: Final = re.compile(r"(--[^\n]*\n|\s)*(SELECT|INSERT|UPDATE|DELETE|WITH)\b")
 OUTBOX: Final = """
@@ -66,22 +73,35 @@ class Readings:
 
     on: bool = False
     pages: int = 0
+    rows: int = 0
     ms: float = 0.0
-    plans: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, answer: dict[str, Any]) -> None:
         """Add a statement."""
         plan = answer["Plan"]
         self.pages += plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
+        self.rows += max(map(touched, nodes(plan)))
         self.ms += answer["Execution Time"]
-        self.plans.append(plan)
 
 
 class Reading(NamedTuple):
-    """An act's pages and ms."""
+    """An act's pages, rows and ms; of each statement, the rows of the node that touches most."""
 
     pages: float
+    rows: float
     ms: float
+
+
+def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a plan's nodes."""
+    yield plan
+    for child in plan.get("Plans", []):
+        yield from nodes(child)
+
+
+def touched(node: dict[str, Any]) -> int:
+    """Return how many rows a node gave or dropped."""
+    return int(sum(node.get(name, 0) for name in TOUCHED) * node["Actual Loops"])
 
 
 class ExplainedDatabase(Database):
@@ -96,40 +116,44 @@ class ExplainedDatabase(Database):
         connection.cursor_factory = self._cursor
 
     def _cursor(self, connection: Any, **options: Any) -> psycopg.Cursor[Any]:
-        return ExplainingCursor(connection, self.readings, **options)
+        return ExplainingCursor(connection, lambda: self.readings, **options)
 
 
 class ExplainingCursor(psycopg.Cursor[Any]):
     """Runs each statement under EXPLAIN, takes it back, and runs it."""
 
-    def __init__(self, connection: Any, readings: Readings, **options: Any) -> None:
+    def __init__(self, connection: Any, readings: Callable[[], Readings], **options: Any) -> None:
         super().__init__(connection, **options)
         self._readings = readings
 
-    def execute(self, text: Any, facts: Any = None, **options: Any) -> Any:
-        plain = text.decode() if isinstance(text, bytes) else str(text)
-        if self._readings.on and STATEMENT.match(plain):
-            self._explain(plain.encode(), facts)
-        return super().execute(text, facts, **options)
+    def execute(self, query: Any, params: Any = None, **options: Any) -> Self:
+        plain = query.decode() if isinstance(query, bytes) else str(query)
+        if self._readings().on and STATEMENT.match(plain):
+            self._explain(plain.encode(), params)
+        return super().execute(query, params, **options)
 
     def _explain(self, text: bytes, facts: Any) -> None:
         alone = self.connection.info.transaction_status == TransactionStatus.IDLE
         super().execute(b"BEGIN" if alone else b"SAVEPOINT explained")
         super().execute(b"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + text, facts, prepare=False)
         ((answer,),) = self.fetchall()
-        self._readings.add(answer[0])
+        self._readings().add(answer[0])
         super().execute(b"ROLLBACK" if alone else b"ROLLBACK TO SAVEPOINT explained; RELEASE SAVEPOINT explained")
 
 
 @bench("filled")
 def filled(stage: Stage) -> Iterator[Line]:
     """Pages that one act reads with so many rows in its table, against the same with few; its statements' ms beside.
-    Late: Postgres knows of no row yet. The target bounds the ratio."""
+    Late: Postgres knows another group's rows, and none of these. The target bounds the ratio."""
     small = Scene(stage.system())
     small.fill(dict.fromkeys(SIZES, FEW))
     small.analyze()
     before = small.readings()
-    full = Scene(stage.system())
+    system = stage.system()
+    known = Scene(system)
+    known.fill({"outbox": 0, "fence": FEW, "parked": FEW})
+    known.analyze()
+    full = Scene(system)
     full.fill(SIZES)
     for state in ("late", "analyzed"):
         if state == "analyzed":
@@ -138,7 +162,7 @@ def filled(stage: Stage) -> Iterator[Line]:
             yield Line(
                 name=f"filled[{name}, {state}]",
                 value=reading.pages,
-                unit=f"pages, {reading.ms:,.1f} ms",
+                unit=f"pages, {reading.rows:,.0f} rows, {reading.ms:,.1f} ms",
                 baseline=before[name].pages,
                 ratio=round(reading.pages / max(1, before[name].pages), 2),
                 target=3.0,
@@ -176,7 +200,12 @@ class Scene:
                     connection.execute(text.encode(), facts | {"from": first, "upto": upto})
                     note(f"  {upto:,} rows of {name}")
             connection.execute(COUNTERS.encode())
-        fill_group(self.system, self.group, sizes["parked"], analyzed=False)
+            facts |= {"partition": self.system.route.ranges[0].partition}
+            for first in range(1, sizes["parked"] + 1, PARKED_STEP):
+                upto = min(first + PARKED_STEP - 1, sizes["parked"])
+                for text in FILL[:2]:
+                    connection.execute(text.encode(), facts | {"from": first, "upto": upto})
+                note(f"  {upto:,} rows of parked")
 
     def analyze(self) -> None:
         """Let Postgres know the tables."""
@@ -185,20 +214,23 @@ class Scene:
 
     def readings(self) -> dict[str, Reading]:
         """Return what each act reads: the median of some rounds."""
-        return {name: self._read(name, act) for name, act in self.acts().items()}
+        return {name: self.read(name, act) for name, act in self.acts().items()}
 
-    def _read(self, name: str, act: Callable[[], object]) -> Reading:
+    def read(self, name: str, act: Callable[[], object]) -> Reading:
+        """Return what an act reads."""
         found = []
         for _ in range(ROUNDS):
-            self.database.readings.__init__()  # type: ignore[misc]
-            readings = self.database.readings
-            readings.on = True
+            self.database.readings = Readings()
+            self._counting(True)
             act()
-            readings.on = False
-            found.append(Reading(readings.pages, readings.ms))
-        reading = Reading(statistics.median(one.pages for one in found), statistics.median(one.ms for one in found))
-        note(f"  {name}: {reading.pages:,.0f} pages, {reading.ms:,.2f} ms")
+            self._counting(False)
+            found.append(self.database.readings)
+        reading = Reading(*(statistics.median(getattr(one, part) for one in found) for part in Reading._fields))
+        note(f"  {name}: {reading.pages:,.0f} pages, {reading.rows:,.0f} rows, {reading.ms:,.2f} ms")
         return reading
+
+    def _counting(self, on: bool) -> None:
+        self.database.readings.on = on
 
     def acts(self) -> Mapping[str, Callable[[], object]]:
         """Return the acts, by name."""
@@ -247,19 +279,17 @@ class Scene:
 
     def unpark(self) -> None:
         """Hand out keys that were parked just now, and end them."""
-        readings = self.database.readings
-        readings.on = False
+        self._counting(False)
         refs = self.park()
-        readings.on = True
+        self._counting(True)
         given = self._write(ParkingBatch(updates=[KeyUpdate(ref, go_on=True) for ref in refs])).next
         self._write(ParkingBatch(updates=[KeyUpdate(ref, handled=given[ref], go_on=True) for ref in refs]))
 
     def release(self) -> None:
         """Release some keys by a bulk action; its plan is not among what is counted."""
-        readings = self.database.readings
-        readings.on = False
+        self._counting(False)
         planned = plan_bulk(self.runtime, "release", "bench", self.group.name, ParkedFilter(), limit=BATCH, first=True)
-        readings.on = True
+        self._counting(True)
         worker = new_worker()
         start_bulk(self.runtime, planned.bulk_id, reason="bench", per_s=0.0, worker=worker)
         work_on(self.database, planned.bulk_id, worker=worker, batch=BATCH)

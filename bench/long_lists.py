@@ -79,7 +79,7 @@ def line(name: str, figure: float, target: float | None) -> Line:
     return Line(name=name, value=round(figure, 2), unit="ms", baseline=None, ratio=None, target=target)
 
 
-def fill_group(system: System, group: Group, rows: int, *, analyzed: bool = True) -> None:
+def fill_group(system: System, group: Group, rows: int) -> None:
     """Park so many keys of a group and let so many of its messages die."""
     partition = system.route.ranges[0].partition
     with system.database.connection() as connection:
@@ -89,9 +89,8 @@ def fill_group(system: System, group: Group, rows: int, *, analyzed: bool = True
             for statement in FILL:
                 connection.execute(statement.encode(), facts)
             note(f"  {facts['upto']:,} rows")
-        if analyzed:
-            connection.execute("ANALYZE mqlayer.parked_key, mqlayer.parked_message, mqlayer.failed_attempt, "
-                               "mqlayer.dead_message")  # fmt: skip
+        connection.execute("ANALYZE mqlayer.parked_key, mqlayer.parked_message, mqlayer.failed_attempt, "
+                           "mqlayer.dead_message")  # fmt: skip
 
 
 def figures(system: System, group: Group, *, rounds: int) -> Mapping[str, float]:
