@@ -113,7 +113,7 @@ class ExplainedDatabase(Database):
 
     def _set_up(self, connection: Connection) -> None:
         super()._set_up(connection)
-        connection.cursor_factory = self._cursor
+        connection.cursor_factory = self._cursor  # type: ignore[assignment]  # a callable does
 
     def _cursor(self, connection: Any, **options: Any) -> psycopg.Cursor[Any]:
         return ExplainingCursor(connection, lambda: self.readings, **options)
