@@ -185,7 +185,8 @@ class Heartbeat(Service):
             zone=self._core.runtime.settings.zone,
         )
         self._in_force.note(self._session.acts_on)
-        self._heard = HeardGroup()
+        # It has just looked at the group, which each member that joins would do again.
+        self._heard = HeardGroup(members=GROUP_HEARTBEATS)
         self._own = [number]
         self._extend(began)
         self._heartbeat(self._session)
