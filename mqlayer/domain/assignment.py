@@ -42,7 +42,7 @@ class Zones:
         return self._members.get(member, "")
 
     def homes(self, partitions: Sequence[PartitionId]) -> dict[str, deque[PartitionId]]:
-        """Return those of the partitions that are in a member's zone, by zone, in their order."""
+        """Return partitions in members' zones, by zone."""
         found: dict[str, deque[PartitionId]] = {}
         for partition in partitions:
             if partition in self._partitions:

@@ -96,7 +96,7 @@ class HeartbeatReply:
     class_rate: RateLimit | None = None
     served: ServedProtocols = field(default=ServedProtocols(0, 0, 0), compare=False)
     nodes: str = field(default="", compare=False)
-    """The state of all nodes, for `RouteCache.follow_nodes`."""
+    """For `RouteCache.follow_nodes`."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class HeardGroup:
     members: int = 0
     wants_all: bool = True
     urgent: bool = True
-    """Whether the next heartbeat has a reason, and does not wait for others."""
+    """Whether the next heartbeat waits for no others."""
 
     def looks(self, chance: float) -> bool:
         """Say whether to look at the whole group, by a random number below 1."""

@@ -1,8 +1,7 @@
-"""A process's heartbeats: one statement for all that wait.
+"""A process's heartbeats: one statement for all that wait."""
 
-Alone, a heartbeat costs Postgres ten times its share in a statement of a hundred: most is the commit and the start of
-the plan. So members of a process beat at common moments, and the first to come waits a little for the others.
-"""
+# Alone, a heartbeat costs Postgres ten times its share in a statement of a hundred: most is the commit and the start of
+# the plan. So members of a process beat at common moments, and the first to come waits a little for the others.
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ MOST: Final = 100
 PATIENCE_S: Final = 1.0
 """After this wait one goes alone."""
 GATHER_S: Final = 0.01
-"""A heartbeat without a reason waits so long for others."""
+"""Wait of a heartbeat without a reason."""
 MOMENTS: Final = 5
-"""Common moments between two heartbeats, at least: a few statements, not one large one."""
+"""At least so many between two heartbeats."""
 COLUMNS: Final[Mapping[str, str]] = {
     "group_ids": "group_id",
     "member_ids": "member_id",
@@ -32,7 +31,7 @@ COLUMNS: Final[Mapping[str, str]] = {
     "lease_s": "lease_s",
     "acts_on": "acts_on",
 }
-"""Arguments of `members_beat`, by those of `member_beat`."""
+"""Arguments of `members_beat`."""
 
 
 class SentHeartbeat:
@@ -62,13 +61,13 @@ class HeartbeatSender:
         self._phase_s = RNG.uniform(0, 60)
 
     def wait_s(self, most_s: float) -> float:
-        """Return the time to the last common moment within `most_s`: 80 to 100 % of it."""
+        """Return the time to a common moment: 80 to 100 % of `most_s`."""
         # Powers of two: moments of longer intervals are moments of shorter ones.
         step_s = 2.0 ** math.floor(math.log2(most_s / MOMENTS))
         return most_s - (time.monotonic() + self._phase_s + most_s) % step_s
 
     def send(self, facts: Mapping[str, Any], *, urgent: bool = True) -> tuple[Any, ...] | None:
-        """Return the answer to one; one that is not urgent waits for others. Raises as `Database.first_row`."""
+        """Return the answer; if not urgent, wait for others. Raises as `Database.first_row`."""
         mine = SentHeartbeat(facts)
         with self._adding:
             self._waiting.append(mine)
@@ -128,5 +127,5 @@ class HeartbeatSender:
 
 
 def together(each: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the arguments of one statement for several heartbeats."""
+    """Return the arguments of one statement."""
     return {name: [facts[of] for facts in each] for name, of in COLUMNS.items()}

@@ -97,11 +97,12 @@ class RouteCache:
         return nodes
 
     def follow_nodes(self, state: str) -> dict[NodeId, Node]:
-        """Return all nodes; read them unless they are known in this state, which a heartbeat answered."""
+        """Return all nodes, read again if a heartbeat answered another state."""
         return self._nodes if state == self._nodes_state != "" else self.refresh_nodes(state)
 
     def arming(self, node_id: NodeId) -> threading.Lock:
-        """Return the lock under which this process arms a node: one connection, however many members need it."""
+        """Return this process's lock for arming a node."""
+        # However many members need it, one connection does.
         return self._arming.setdefault(node_id, threading.Lock())
 
     @property

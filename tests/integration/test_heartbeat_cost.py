@@ -408,14 +408,14 @@ def test_members_read_the_nodes_only_when_one_has_changed(
 ) -> None:
     """Nodes times members would be read each second."""
     monkeypatch.setattr(membership, "RNG", Unlucky())
-    listeners = [Listener(stage, group, f"m{number}") for number in range(2)]
-    grow(stage, group, listeners, 2)
+    listeners: list[Listener] = []
+    grow(stage, group, listeners, LOOKS)
     routes = RouteCache(stage.database)
     assert zones(routes.follow_nodes(listeners[0].beat().nodes)) == {""}
     with statements(monkeypatch) as executed:
         for one in listeners:
             routes.follow_nodes(one.beat().nodes)
-    assert executed == [query("member_beat")] * 2
+    assert executed == [query("member_beat")] * LOOKS
     set_zone(stage, "a")
     assert zones(routes.follow_nodes(listeners[1].beat().nodes)) == {"a"}
     assert routes.nodes == routes.follow_nodes("")
@@ -443,3 +443,32 @@ def test_a_slow_reading_of_nodes_does_not_restore_what_was_before(
         goes_on.set()
         slow.result(20)
     assert zones(routes.nodes) == zones(routes.follow_nodes("later")) == {"a"}
+
+
+@pytest.mark.parametrize("plans", ["force_custom_plan", "force_generic_plan"])
+def test_a_look_at_a_group_asks_only_of_partitions_without_an_owner_whether_it_may_consume_them(
+    stage: Stage, group: Group, plans: str
+) -> None:
+    one = Listener(stage, group, "m0")
+    facts = membership._facts(one.session)
+
+    def looked() -> int:
+        """Return how often each of the tables was asked that hide partitions."""
+        with kept_session(stage.dsn, autocommit=True) as connection:
+            connection.execute("SELECT set_config('plan_cache_mode', %s, false)", [plans])
+            row = connection.execute("EXPLAIN (ANALYZE, FORMAT JSON) " + query("group_unbalanced"), facts).fetchone()
+        assert row is not None
+        hiding = {"drained", "partition_pause"}
+        return sum(node["Actual Loops"] for node in nodes_of(row[0][0]["Plan"]) if node.get("Relation Name") in hiding)
+
+    assert looked() == 0
+    with stage.database.connection() as connection:
+        connection.execute("UPDATE mqlayer.assignment SET member_id = NULL, target = NULL WHERE partition_id = 1")
+    assert looked() > 0
+
+
+def nodes_of(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield all nodes of a plan."""
+    yield plan
+    for child in plan.get("Plans", ()):
+        yield from nodes_of(child)

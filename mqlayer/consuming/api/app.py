@@ -78,9 +78,9 @@ log = event_logger(__name__)
 
 _started: Final[WeakSet[App]] = WeakSet()
 CONNECTIONS: Final = 10
-"""At most, on demand: threads that arm nodes, one for each node."""
+"""At most, to arm nodes."""
 CONNECTIONS_OF_A_MEMBER: Final = 2
-"""At most, on demand: reports, parking worker."""
+"""At most: reports, parking worker."""
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 

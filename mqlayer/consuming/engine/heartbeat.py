@@ -50,8 +50,8 @@ REPLACED: Final = "another process took the member's id, or it was evicted"
 class Heartbeat(Service):
     """One member's heartbeat thread.
 
-    `partitions` follow each reply, then `refresh_nodes` the state of the nodes; `replaced` is called with a reason when
-    the member ends, `refused` when the schema no longer serves this code: the member has to drain.
+    `partitions` follow each reply, then `refresh_nodes`; `replaced` is called with a reason when the member ends,
+    `refused` when the schema no longer serves this code.
     """
 
     def __init__(

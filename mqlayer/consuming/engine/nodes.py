@@ -38,7 +38,7 @@ class NodeIo(Generic[R, S]):
 
     @property
     def node(self) -> Node:
-        """The run and address in use."""
+        """Run and address in use."""
         return self._connections[0].node
 
     def set_node(self, node: Node) -> None:
@@ -113,7 +113,7 @@ class MemberNodes(Generic[R, S]):
                 node_io.settler.wake.set()
 
     def refresh(self, state: str) -> None:
-        """Follow changed nodes, by the state that a heartbeat answered. Raises StoreUnavailable."""
+        """Follow changed nodes. Raises StoreUnavailable."""
         nodes = self._core.routes.follow_nodes(state)
         for node_id, node_io in self._by_node.items():
             if node_id in nodes:
