@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,6 +37,16 @@ class Counted:
                 self._running -= 1
 
 
+def counting(handled: Counter[int], number: int) -> Callable[[bytes], None]:
+    """Return a handler that counts its messages."""
+
+    def handle(body: bytes) -> None:
+        del body
+        handled[number] += 1
+
+    return handle
+
+
 def test_one_member_of_a_process_arms_a_node_for_all(
     start_redis: StartRedis, start_stage: StartStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,12 +55,7 @@ def test_one_member_of_a_process_arms_a_node_for_all(
     stage = start_stage(server.url, partitions=2)
     app = stage.app()
     for number in range(MEMBERS):
-
-        @app.consumer(stage.topic, group=f"g{number}", start="earliest")
-        def handle(body: bytes, number: int = number) -> None:
-            del body
-            handled[number] += 1
-
+        app.consumer(stage.topic, group=f"g{number}", start="earliest")(counting(handled, number))
     app.start()
     stage.send([("k", b"1")])
     wait_until(lambda: len(handled) == MEMBERS, timeout_s=20, what="all groups to have the first message")
