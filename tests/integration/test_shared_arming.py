@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mqlayer.consuming.engine import nodes
+from mqlayer.topics.nodes import arm_if_allowed
 from tests.fixtures.consumers import StartStage
 from tests.fixtures.servers import StartRedis
 from tests.fixtures.wait import wait_until
@@ -22,7 +23,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.calls, self.most, self._running = 0, 0, 0
-        self._lock, self._arm = threading.Lock(), nodes.arm_if_allowed
+        self._lock, self._arm = threading.Lock(), arm_if_allowed
 
     def __call__(self, runtime: Any, name: str) -> Any:
         """Arm a node."""
