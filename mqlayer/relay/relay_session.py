@@ -169,7 +169,7 @@ class RelaySession:
                 recover_outbox(self._connection, self._runtime, connections, address=self._application.address)
 
     def _refuse_other_term(self) -> None:
-        # Called after each read and before progress is recorded: rows must be of our source and term.
+        # Called after reads that don't prove it themselves, and before progress is recorded.
         if self._source is not None:
             refuse_other_term(self._connection, self._source, self._application.address)
 
@@ -188,15 +188,18 @@ class RelaySession:
         rows, late = self._read(now)
         self._pump(late + rows)
         self._catch_up.judge_sweep(end=not rows)
-        seen = len(rows) + len(late) + self._catch_up.read(self._send)
-        if len(rows) < self._limits.chunk_rows // 2:
-            self._sender.collect(allowed=0)
+        seen = len(rows) + len(late) + self._catch_up.read(self._send_checked)
         self._writer.quarantine()
         self._writer.lower_fallen()
         self._end_with_source()
         waits = undecided or self._sender.has_pending
         self.drained = not seen and not waits and self._catch_up.sweep is None and not self._catch_up.readable()
         return seen
+
+    def await_answers(self, wait_s: float) -> None:
+        """Take nodes' answers until the next step is due. Raises StoreUnavailable."""
+        with driver_errors(self._application.address):
+            self._sender.await_answers(wait_s)
 
     def close(self, *, leave: bool) -> None:
         """Close all. `leave`: first take answers and release leases, if Postgres answers."""
@@ -255,10 +258,14 @@ class RelaySession:
         self._sender.collect(allowed=self._limits.max_in_flight - 1)
         self._send(rows)
 
+    def _send_checked(self, rows: list[Row]) -> None:
+        if rows:
+            self._refuse_other_term()
+        self._send(rows)
+
     def _send(self, rows: list[Row]) -> None:
         if not rows:
             return
-        self._refuse_other_term()
         if self._meters is not None:
             # Rows begin with their publisher's time.
             self._meters.relay_delay(time.time() - int(rows[0][3].partition(b":")[0]) / 1000)

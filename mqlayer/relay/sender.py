@@ -109,12 +109,24 @@ class Sender:
         for node in self._nodes:
             while node.pending_writes and node.connection is not None:
                 must = len(node.pending_writes) > allowed and not node.stalled
-                try:
-                    if not self._answer(node, self._limits.stall_s if must else 0.0):
-                        node.stalled = node.stalled or must
-                        break
-                except StoreUnavailable as error:
-                    self.drop_connection(node, error)
+                if not self._take(node, self._limits.stall_s if must else 0.0):
+                    node.stalled = node.stalled or must
+                    break
+
+    def await_answers(self, wait_s: float) -> None:
+        """Take answers as they come, for this time at most."""
+        until = time.monotonic() + wait_s
+        for node in self._nodes:
+            while node.pending_writes and self._take(node, max(0.0, until - time.monotonic())):
+                pass
+
+    def _take(self, node: RelayNode, wait_s: float) -> bool:
+        """Take a node's next answer, or drop its connection; False if none came."""
+        try:
+            return self._answer(node, wait_s)
+        except StoreUnavailable as error:
+            self.drop_connection(node, error)
+            return True
 
     def _answer(self, node: RelayNode, wait_s: float) -> bool:
         got = self._nodes.answered(node, wait_s=wait_s)
