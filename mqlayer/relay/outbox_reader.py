@@ -116,15 +116,14 @@ class OutboxReader:
         self._rows_cursor.execute(query("voided_put"), self._facts(cursor, seq, reason))
         failpoint("relay.after_voided")
 
-    def put_relayed(self, progress: Mapping[LpCursor, int]) -> None:
-        """Record cursors' progress durably."""
+    def put_relayed(self, progress: Mapping[LpCursor, int], connection: Connection | None = None) -> None:
+        """Record cursors' progress durably, by another connection if given: then any thread may."""
         # One order of rows for all relays avoids deadlocks.
         moved = sorted(progress, key=_by_chain)
+        facts = self._progress(moved, [progress[cursor] for cursor in moved])
         failpoint("relay.before_progress")
-        self._rows_cursor.execute(query("relayed_put"), self._progress(moved, [progress[cursor] for cursor in moved]))
+        (self._rows_cursor if connection is None else connection).execute(query("relayed_put"), facts)
         failpoint("relay.after_progress")
-        for cursor in moved:
-            cursor.recorded = progress[cursor]
 
     def lower_relayed(self, cursors: Iterable[LpCursor]) -> None:
         """Lower recorded seqs, so that the outbox keeps rows lost by Redis."""
