@@ -53,7 +53,7 @@ def test_consecutive_rows_of_an_lp_are_one_run_of_their_partitions_batch(cursors
 
 def test_rows_that_were_sent_and_rows_of_other_relays_are_passed_by(cursors: LpCursors) -> None:
     plan([row(5, 1), row(5, 2)], cursors)
-    batches, *_ = plan([row(5, 1), row(5, 2), (9, None, 1, b"1", b"k", None)], cursors)
+    batches, *_ = plan([row(5, 1), row(5, 2), (9, None, 1, b"1", b"k", None, 1)], cursors)
     assert batches == []
     assert cursors.behind == {}
 
