@@ -15,9 +15,7 @@ from mqlayer.domain.routing import LP_COUNT
 from mqlayer.redis.wire import message_packet
 
 Row = tuple[Any, ...]
-"""(id, chain, seq, facts, key, body, gap), three of them bytes. Chain is None for another relay's LP, body if oversized.
-
-`gap`: how far the id is behind that of the row before; more than 1 where rows are not visible yet."""
+"""(id, chain, seq, facts, key, body), the last three bytes. Chain is None for another relay's LP, body if oversized."""
 
 CursorState = Literal["open", "behind", "blocked"]
 
@@ -216,7 +214,7 @@ def plan(rows: Sequence[Row], cursors: LpCursors) -> SendPlan:
     planned = SendPlan([], [], [])
     batches = planned.batches
     get = cursors.get
-    for _, chain, seq, facts, key, body, _ in rows:
+    for _, chain, seq, facts, key, body in rows:
         if chain is None:
             continue
         cursor = get(chain)

@@ -24,7 +24,7 @@ class Sweep(NamedTuple):
 
 
 class OutboxReader:
-    """An outbox on one connection. `after`: the last id scanned; `passed_count`: by how much a scan raised it.
+    """An outbox on one connection. `after`: the last id scanned.
 
     Writes name `outbox_uuid`, so they change nothing after a renumbering.
     """
@@ -35,7 +35,7 @@ class OutboxReader:
         # Pass text through as bytes: decoding and encoding would cost more than reading.
         self._messages = connection.cursor(binary=True)
         self._messages.adapters.register_loader("text", ByteaBinaryLoader)
-        self.after = self.passed_count = 0
+        self.after = 0
         self.outbox_uuid: UUID | None = None
         self.term = ""
 
@@ -52,10 +52,8 @@ class OutboxReader:
             {"after": self.after, "lp_sets": lp_sets, "limit": limits.chunk_rows, "bytes": limits.chunk_bytes}
             | self._known(),
         )
-        before = self.after
         if rows:
             self.after = rows[-1][0]
-        self.passed_count = self.after - before
         failpoint("relay.after_read")
         return rows
 
@@ -179,10 +177,12 @@ class LateIds:
         """Note ids missing in a chunk read after an id."""
         if not rows or rows[-1][0] - after == len(rows):
             return
+        expected = after + 1
         for row in rows:
-            if row[6] != 1:
+            if row[0] != expected:
                 # The last ids of a large hole are the youngest.
-                self._add(range(row[0] - min(row[6] - 1, self._limits.late_ids), row[0]), now)
+                self._add(range(max(expected, row[0] - self._limits.late_ids), row[0]), now)
+            expected = row[0] + 1
 
     def due(self, now: float) -> list[int]:
         """Return ids to query; drop old ones."""

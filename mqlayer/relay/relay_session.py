@@ -179,7 +179,7 @@ class RelaySession:
             refuse_other_term(connection, self._source, self._application.address)
 
     def step(self) -> int:
-        """Move up to two chunks; return rows read or passed. Raises StoreUnavailable."""
+        """Move up to two chunks; return rows read. Raises StoreUnavailable."""
         with driver_errors(self._application.address):
             return self._step()
 
@@ -193,8 +193,7 @@ class RelaySession:
         rows, late = self._read(now)
         self._pump(late + rows)
         self._catch_up.judge_sweep(end=not rows)
-        passed_count = self._reader.passed_count if rows else 0
-        seen = passed_count + len(late) + self._catch_up.read(self._send_checked)
+        seen = len(rows) + len(late) + self._catch_up.read(self._send_checked)
         self._writer.quarantine()
         self._writer.lower_fallen()
         self._end_with_source()

@@ -80,7 +80,7 @@ def _run(lp: int, after: int, to: int, found: Sequence[tuple[Any, ...]], missing
     # Rows behind a hole come in the next round.
     fields: list[bytes] = []
     count = 0
-    for _, _, seq, facts, key, body, _ in rows:
+    for _, _, seq, facts, key, body in rows:
         if seq != first + count:
             break
         fields += _fields(facts.encode(), None if key is None else key.encode(), None if body is None else bytes(body))

@@ -131,27 +131,19 @@ JOIN mqlayer_app.outbox_message m ON m.topic_id = %(topic_id)s AND m.lp = wanted
 SELECT set_config('enable_sort', 'off', false), set_config('jit', 'off', false);
 
 -- name: outbox_scan
--- The next rows by id, up to so many bytes of bodies: a hint of what is new. Nothing in another term, or once the outbox is
--- numbered anew: this needs no question of its own behind the read. `gap`: by how much the id exceeds that of the visible
--- row before. Rows of other relays' LPs come without content, and only behind a gap or as the last one.
-SELECT id, CASE WHEN ours THEN topic_id * 1024::bigint + lp END AS chain, seq, facts, key, CASE WHEN ours THEN body END, gap
+-- The next rows by id, up to so many bytes of bodies: a hint of what is new. Other relays' LPs come without content.
+-- Nothing in another term, or once the outbox is numbered anew: this needs no question of its own behind the read.
+SELECT id, CASE WHEN ours THEN topic_id * 1024::bigint + lp END AS chain, seq, facts, key, CASE WHEN ours THEN body END
 FROM (
-    SELECT m.*, sum(m.own_size) OVER by_id - m.own_size AS bytes_before,
-           m.id - lag(m.id, 1, %(after)s::bigint) OVER by_id AS gap, lead(m.id) OVER by_id IS NULL AS is_last
-    FROM (
-        SELECT o.*, s.ours, CASE WHEN s.ours THEN o.size ELSE 0 END AS own_size
-        FROM mqlayer_app.outbox_message AS o
-        CROSS JOIN LATERAL (SELECT (o.lp >> 6) = ANY(%(lp_sets)s::int[]) AS ours) AS s
-        WHERE o.id > %(after)s ORDER BY o.id LIMIT %(limit)s
-    ) AS m
-    WINDOW by_id AS (ORDER BY m.id ROWS UNBOUNDED PRECEDING)
+    SELECT m.*, (m.lp >> 6) = ANY(%(lp_sets)s::int[]) AS ours,
+           sum(m.size) OVER (ORDER BY m.id ROWS UNBOUNDED PRECEDING) - m.size AS bytes_before
+    FROM (SELECT * FROM mqlayer_app.outbox_message WHERE id > %(after)s ORDER BY id LIMIT %(limit)s) AS m
 ) AS bounded
-WHERE bytes_before < %(bytes)s AND (ours OR gap <> 1 OR is_last) AND {known_numbers_and_term} ORDER BY id;
+WHERE bytes_before < %(bytes)s AND {known_numbers_and_term} ORDER BY id;
 
 -- name: outbox_late
--- Rows of given ids that were not visible before; otherwise as outbox_scan, all of them.
-SELECT id, CASE WHEN ours THEN topic_id * 1024::bigint + lp END AS chain, seq, facts, key, CASE WHEN ours THEN body END,
-       1::bigint AS gap
+-- Rows of given ids that were not visible before; otherwise as outbox_scan.
+SELECT id, CASE WHEN ours THEN topic_id * 1024::bigint + lp END AS chain, seq, facts, key, CASE WHEN ours THEN body END
 FROM (
     SELECT m.*, (m.lp >> 6) = ANY(%(lp_sets)s::int[]) AS ours,
            sum(m.size) OVER (ORDER BY m.id ROWS UNBOUNDED PRECEDING) - m.size AS bytes_before
@@ -161,7 +153,7 @@ WHERE bytes_before < %(bytes)s AND {known_numbers_and_term} ORDER BY id;
 
 -- name: outbox_of_lps
 -- The next rows of some LPs, each after a seq: the order that counts.
-SELECT id, topic_id * 1024::bigint + lp AS chain, seq, facts, key, body, 1::bigint AS gap
+SELECT id, topic_id * 1024::bigint + lp AS chain, seq, facts, key, body
 FROM (
     SELECT m.*, wanted.n, sum(m.size) OVER (ORDER BY wanted.n, m.seq ROWS UNBOUNDED PRECEDING) - m.size AS bytes_before
     FROM unnest(%(topic_ids)s::int[], %(lps)s::smallint[], %(afters)s::bigint[])

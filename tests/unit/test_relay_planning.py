@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,10 +17,8 @@ from mqlayer.relay.outbox_reader import LateIds
 from mqlayer.relay.targets import Targets
 
 
-def row(
-    lp: int, seq: int, *, number: int = 0, key: bytes | None = b"k", body: bytes | None = b"b", gap: int = 1
-) -> Row:
-    return (number, chain_of(1, lp), seq, b"123", key, body, gap)
+def row(lp: int, seq: int, *, number: int = 0, key: bytes | None = b"k", body: bytes | None = b"b") -> Row:
+    return (number, chain_of(1, lp), seq, b"123", key, body)
 
 
 @pytest.fixture
@@ -53,7 +50,7 @@ def test_consecutive_rows_of_an_lp_are_one_run_of_their_partitions_batch(cursors
 
 def test_rows_that_were_sent_and_rows_of_other_relays_are_passed_by(cursors: LpCursors) -> None:
     plan([row(5, 1), row(5, 2)], cursors)
-    batches, *_ = plan([row(5, 1), row(5, 2), (9, None, 1, b"1", b"k", None, 1)], cursors)
+    batches, *_ = plan([row(5, 1), row(5, 2), (9, None, 1, b"1", b"k", None)], cursors)
     assert batches == []
     assert cursors.behind == {}
 
@@ -193,13 +190,13 @@ def test_batches_keep_no_message_alive_after_planning(cursors: LpCursors) -> Non
     assert batches[0].target.batch is None
 
 
-def rows_of(*numbers: int, after: int = 0) -> list[Row]:
-    return [row(5, one, number=one, gap=one - before) for before, one in pairwise((after, *numbers))]
+def rows_of(*numbers: int) -> list[Row]:
+    return [row(5, number, number=number) for number in numbers]
 
 
 def test_ids_that_were_not_visible_are_asked_for_at_growing_intervals_until_they_are_too_old() -> None:
     late = LateIds(RelayLimits(late_s=2.0))
-    late.note(10, rows_of(12, 15, after=10), now=0.0)
+    late.note(10, rows_of(12, 15), now=0.0)
     asked = [now for now in (step / 100 for step in range(300)) if late.due(now) == [11, 13, 14]]
     assert asked[0] == 0.0
     assert 5 <= len(asked) <= 20
@@ -209,23 +206,17 @@ def test_ids_that_were_not_visible_are_asked_for_at_growing_intervals_until_they
 
 def test_ids_that_came_are_not_asked_for_again() -> None:
     late = LateIds(RelayLimits())
-    late.note(10, rows_of(12, 14, after=10), now=0.0)
+    late.note(10, rows_of(12, 14), now=0.0)
     late.found(rows_of(11))
     assert late.due(0.0) == [13]
 
 
 def test_chunks_without_holes_note_nothing_and_large_holes_are_bounded() -> None:
     late = LateIds(RelayLimits(late_ids=100))
-    late.note(10, rows_of(11, 12, 13, after=10), now=0.0)
+    late.note(10, rows_of(11, 12, 13), now=0.0)
     assert len(late) == 0
-    late.note(13, rows_of(1_000_000, after=13), now=0.0)
+    late.note(13, rows_of(1_000_000), now=0.0)
     assert late.due(0.0) == list(range(999_900, 1_000_000))
-
-
-def test_rows_of_other_relays_that_a_scan_left_out_are_not_missing() -> None:
-    late = LateIds(RelayLimits())
-    late.note(10, [row(5, 1, number=14), row(5, 2, number=19, gap=3), row(5, 3, number=22)], now=0.0)
-    assert late.due(0.0) == [17, 18]
 
 
 def test_pauses_grow_to_a_bound_and_are_never_in_step() -> None:
