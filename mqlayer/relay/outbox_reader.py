@@ -45,7 +45,7 @@ class OutboxReader:
             self._rows_cursor.execute(query("relay_settings"))
 
     def scan(self, lp_sets: Sequence[int]) -> list[Row]:
-        """Return the next rows; advance `after`. None once source or term are over."""
+        """Return the next rows of our source and term; advance `after`."""
         limits = self._limits
         rows = self._read(
             "outbox_scan",
@@ -58,7 +58,7 @@ class OutboxReader:
         return rows
 
     def late(self, ids: Sequence[int], lp_sets: Sequence[int]) -> list[Row]:
-        """Return these ids' visible rows. None once source or term are over."""
+        """Return these ids' visible rows, as `scan`."""
         facts = {"ids": ids, "lp_sets": lp_sets, "bytes": self._limits.chunk_bytes}
         return self._read("outbox_late", facts | self._known())
 
@@ -117,7 +117,7 @@ class OutboxReader:
         failpoint("relay.after_voided")
 
     def put_relayed(self, progress: Mapping[LpCursor, int], connection: Connection | None = None) -> None:
-        """Record cursors' progress durably, by another connection if given: then any thread may."""
+        """Record cursors' progress durably. Any thread may, by its own connection."""
         # One order of rows for all relays avoids deadlocks.
         moved = sorted(progress, key=_by_chain)
         facts = self._progress(moved, [progress[cursor] for cursor in moved])

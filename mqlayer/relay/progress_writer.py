@@ -18,7 +18,7 @@ log = event_logger(__name__)
 class ProgressWriter:
     """Empties the sender's lists. `refuse_other_term`: called before progress is recorded.
 
-    Progress is recorded in the background, since its commit waits for the disk, and rows would wait behind it.
+    That runs in the background: rows would wait for its commit.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class ProgressWriter:
         self._recording: Future[None] | None = None
 
     def record(self) -> None:
-        """Begin to record acknowledged seqs as relayed, unless that is under way.
+        """Begin to record acknowledged seqs as relayed; those of topics with a durability class once confirmed.
 
-        Those of topics with a durability class follow once they are confirmed. Raises what went wrong the last time.
+        Raises the last record's error.
         """
         if self._recording is not None and not self._recording.done():
             return
@@ -56,7 +56,7 @@ class ProgressWriter:
             self._recording = self._background.submit(self._put, moved)
 
     def record_all(self) -> None:
-        """Record, and wait for the end of it."""
+        """Record, and wait."""
         self._await_recording()
         self.record()
         self._await_recording()

@@ -191,7 +191,8 @@ class RelaySession:
         undecided = any(node.undecided for node in self._nodes)
         self._nodes.compare(now)
         rows, late = self._read(now)
-        self._pump(late + rows)
+        self._sender.collect(allowed=self._limits.max_in_flight - 1)
+        self._send(late + rows)
         self._catch_up.judge_sweep(end=not rows)
         seen = len(rows) + len(late) + self._catch_up.read(self._send_checked)
         self._writer.quarantine()
@@ -202,7 +203,7 @@ class RelaySession:
         return seen
 
     def await_answers(self, wait_s: float) -> None:
-        """Take nodes' answers until the next step is due. Raises StoreUnavailable."""
+        """Take answers, for this time at most."""
         with driver_errors(self._application.address):
             self._sender.await_answers(wait_s)
 
@@ -259,10 +260,6 @@ class RelaySession:
         self._late.found(late)
         self._late.note(after, rows, now)
         return rows, late
-
-    def _pump(self, rows: list[Row]) -> None:
-        self._sender.collect(allowed=self._limits.max_in_flight - 1)
-        self._send(rows)
 
     def _send_checked(self, rows: list[Row]) -> None:
         if rows:
