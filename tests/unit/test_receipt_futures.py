@@ -59,23 +59,28 @@ def test_without_an_outcome_a_wait_ends_by_its_time(future: ReceiptFuture) -> No
 def test_threads_that_wait_are_woken_whenever_the_outcome_comes(how: str) -> None:
     """The outcome and the first wait race: neither order may lose the wake-up."""
     for _ in range(200):
-        future = ReceiptPromise(lambda _: False).future
-        start, called = threading.Barrier(2), threading.Event()
-
-        def settle(future: ReceiptFuture = future, start: threading.Barrier = start) -> None:
-            start.wait(10)
-            future.set_result(RECEIPT)
-
-        thread = threading.Thread(target=settle)
+        future, start = ReceiptPromise(lambda _: False).future, threading.Barrier(2)
+        thread = threading.Thread(target=settle, args=(future, start))
         thread.start()
         start.wait(10)
-        if how == "result":
-            assert future.result(timeout=10) is RECEIPT
-        elif how == "wait":
-            assert wait([future], timeout=10, return_when=FIRST_COMPLETED).done == {future}
-        elif how == "as_completed":
-            assert list(as_completed([future], timeout=10)) == [future]
-        else:
-            future.add_done_callback(lambda _, called=called: called.set())
-            assert called.wait(10)
+        assert woken(future, how)
         thread.join()
+
+
+def settle(future: ReceiptFuture, start: threading.Barrier) -> None:
+    """Set the receipt once the other thread begins to wait."""
+    start.wait(10)
+    future.set_result(RECEIPT)
+
+
+def woken(future: ReceiptFuture, how: str) -> bool:
+    """Wait in one of the ways that there are."""
+    if how == "result":
+        return future.result(timeout=10) is RECEIPT
+    if how == "wait":
+        return wait([future], timeout=10, return_when=FIRST_COMPLETED).done == {future}
+    if how == "as_completed":
+        return list(as_completed([future], timeout=10)) == [future]
+    called = threading.Event()
+    future.add_done_callback(lambda _: called.set())
+    return called.wait(10)
