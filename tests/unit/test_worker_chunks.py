@@ -49,8 +49,8 @@ def filled(queues: ReadyQueues) -> list[KeyQueue]:
 
 @pytest.mark.parametrize(
     ("message_s", "taken"),
-    [(0.000_002, LARGEST_CHUNK), (0.000_02, 100), (0.000_1, CHUNK), (0.01, 1)],
-    ids=["2 us", "20 us", "100 us", "10 ms"],
+    [(0.0, LARGEST_CHUNK), (0.000_002, LARGEST_CHUNK), (0.000_02, 100), (0.000_1, CHUNK), (0.01, 1)],
+    ids=["0 us", "2 us", "20 us", "100 us", "10 ms"],
 )
 def test_a_worker_takes_work_of_two_milliseconds_or_its_share(message_s: float, taken: int) -> None:
     queues = queues_with(opened())
@@ -80,7 +80,8 @@ def test_handled_queues_are_forgotten_unless_more_was_read_meanwhile() -> None:
     owned.add([Record(KEYS + 1, b"1:1:9999:0", again, b"body")], KEYS + 1)
     for key_queue in taken:
         queues.done(key_queue)
-    queues.collect_finished()
+    with queues.lock:
+        queues.collect_finished()
     assert owned.running == 0
     assert len(owned.queues) == KEYS - len(taken) + 1
     assert again in owned.queues
@@ -94,7 +95,8 @@ def test_a_closed_partitions_handled_queues_end_one_by_one() -> None:
     owned.drain(0.0)
     assert owned.state is OwnershipState.DRAINING
     queues.done(taken[0])
-    queues.collect_finished()
+    with queues.lock:
+        queues.collect_finished()
     assert owned.running == 0
     assert taken[0].key not in owned.queues
 

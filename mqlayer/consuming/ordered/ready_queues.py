@@ -22,6 +22,7 @@ CHUNK: Final = 32
 WORTH_S: Final = 0.002
 """Ready work that justifies another worker; less than that, one worker takes as a whole."""
 LARGEST_CHUNK: Final = 256
+LEAST_S: Final = 1e-7
 
 QueueKey = tuple[PartitionId, bytes]
 
@@ -105,7 +106,7 @@ class ReadyQueues:
         if self._message_s >= QUICK_S:
             return 1
         share = min(CHUNK, 1 + len(self.ready) // max(1, len(self.local_queues)))
-        return max(share, min(LARGEST_CHUNK, int(WORTH_S / self._message_s)))
+        return max(share, min(LARGEST_CHUNK, int(WORTH_S / max(LEAST_S, self._message_s))))
 
     def enqueue(self, key_queues: Iterable[KeyQueue]) -> None:
         """Make ready; keys that still run wait."""
