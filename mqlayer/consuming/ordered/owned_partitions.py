@@ -457,20 +457,6 @@ class OwnedPartition:
 
     # -- key queues --------------------------------------------------------------------------------------------------
 
-    def begin_all(self, key_queues: Iterable[KeyQueue]) -> list[KeyQueue]:
-        """(lock) Give a worker all messages of key queues; return these."""
-        begun: list[KeyQueue] = []
-        running = 0
-        for key_queue in key_queues:
-            begun.append(key_queue)
-            if key_queue.share is None and key_queue.class_turn is None and not key_queue.resumed:
-                key_queue.batch, key_queue.records = key_queue.records, []
-                running += 1
-            else:
-                self.begin(key_queue, len(key_queue.records))
-        self.running += running
-        return begun
-
     def begin(self, key_queue: KeyQueue, count: int) -> None:
         """(lock) Give a worker so many messages."""
         key_queue.begin(count)
@@ -481,7 +467,7 @@ class OwnedPartition:
         self.running += not key_queue.resumed
 
     def began(self, count: int = 1) -> None:
-        """(lock) Count what the parking worker has as running."""
+        """(lock) Count what the parking worker, or `begin_all`, gave out as running."""
         self.running += count
 
     def take_back(self, key_queue: KeyQueue) -> None:
@@ -518,6 +504,21 @@ class OwnedPartition:
     def forget(self, key_queue: KeyQueue) -> None:
         """(lock) Forget a key queue."""
         self.queues.pop(key_queue.key, None)
+
+
+def begin_all(owned: OwnedPartition, key_queues: Iterable[KeyQueue]) -> list[KeyQueue]:
+    """(lock) Give a worker all messages of a partition's key queues; return these."""
+    begun: list[KeyQueue] = []
+    running = 0
+    for key_queue in key_queues:
+        begun.append(key_queue)
+        if key_queue.share is None and key_queue.class_turn is None and not key_queue.resumed:
+            key_queue.batch, key_queue.records = key_queue.records, []
+            running += 1
+        else:
+            owned.begin(key_queue, len(key_queue.records))
+    owned.began(running)
+    return begun
 
 
 def parked_key_for(action: ParkKey, key_queue: KeyQueue, record: Record) -> OwnedParkedKey:

@@ -13,7 +13,7 @@ from typing import Final
 from mqlayer.consuming.engine.circuit_breaker import CircuitBreaker
 from mqlayer.consuming.engine.clock import Lease, clock
 from mqlayer.consuming.engine.fair_queue import FairQueue
-from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
+from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState, begin_all
 from mqlayer.domain.routing import PartitionId
 
 QUICK_S: Final = 0.0002
@@ -86,7 +86,7 @@ class ReadyQueues:
         if self.breaker.engaged:
             local_queue.extend(admitted(self))
             return bool(local_queue)
-        ready, wanted = self.ready, self._wanted()
+        ready, wanted = self.ready, _wanted(len(self.ready), len(self.local_queues), self._message_s)
         if isinstance(ready, FairQueue):
             while ready and len(local_queue) < wanted:
                 key_queue = ready.popleft()
@@ -98,15 +98,8 @@ class ReadyQueues:
             taken = [ready.popleft() for _ in range(min(wanted, len(ready)))]
             for owned, key_queues in groupby(taken, _owned):
                 if owned.state is OwnershipState.OPEN:
-                    local_queue.extend(owned.begin_all(key_queues))
+                    local_queue.extend(begin_all(owned, key_queues))
         return bool(local_queue)
-
-    def _wanted(self) -> int:
-        """Return how many key queues a worker takes."""
-        if self._message_s >= QUICK_S:
-            return 1
-        share = min(CHUNK, 1 + len(self.ready) // max(1, len(self.local_queues)))
-        return max(share, min(LARGEST_CHUNK, int(WORTH_S / max(LEAST_S, self._message_s))))
 
     def enqueue(self, key_queues: Iterable[KeyQueue]) -> None:
         """Make ready; keys that still run wait."""
@@ -297,6 +290,14 @@ def admitted(queues: ReadyQueues) -> list[KeyQueue]:
 
 
 _owned: Final[Callable[[KeyQueue], OwnedPartition]] = attrgetter("owned")
+
+
+def _wanted(ready: int, workers: int, message_s: float) -> int:
+    """Return how many key queues a worker takes."""
+    if message_s >= QUICK_S:
+        return 1
+    share = min(CHUNK, 1 + ready // max(1, workers))
+    return max(share, min(LARGEST_CHUNK, int(WORTH_S / max(LEAST_S, message_s))))
 
 
 def _nothing() -> None:
