@@ -65,7 +65,7 @@ def publisher(connection: psycopg.Connection) -> Publish:
     """Return what publishes a message in a transaction of its own."""
 
     def publish(key: str, body: bytes) -> object:
-        return connection.execute("SELECT mqlayer_app.publish_v1('bench', %s, %s)", (key, body))
+        return connection.execute("SELECT mqlayer_app.publish_v2('bench', %s, %s)", (key, body))
 
     return publish
 

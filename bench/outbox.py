@@ -45,7 +45,7 @@ COMMIT;
     "publish": r"""
 \set number random(0, :keys - 1)
 BEGIN;
-SELECT mqlayer_app.publish_v1('bench', 'key-' || :number, ':body');
+SELECT mqlayer_app.publish_v2('bench', 'key-' || :number, ':body');
 COMMIT;
 """,
 }

@@ -82,8 +82,8 @@ class Figures:
     # The most connections that pools hold.
     of_relay = 26
     of_worker = 20
-    of_consumer_process = 7
-    of_consumer = 12
+    of_consumer_process = 17
+    of_consumer = 2
     of_producer = 6
 
     # Counted of one node.

@@ -263,7 +263,7 @@ WHERE v.id = %(id)s AND v.ended IS NULL FOR UPDATE OF v;
 
 -- name: voided_publish
 -- Publish the message anew, at the end of its key's LP.
-SELECT mqlayer_app.publish_v1(%(topic)s, v.key, v.body, v.headers::jsonb) FROM mqlayer_app.voided v WHERE v.id = %(id)s;
+SELECT mqlayer_app.publish_v2(%(topic)s, v.key, v.body, v.headers::jsonb) FROM mqlayer_app.voided v WHERE v.id = %(id)s;
 
 -- name: voided_end
 -- Note what came of it, and let the message go.
@@ -339,7 +339,7 @@ SELECT mqlayer_app.outbox_renew_v1(%(keep)s) AS waiting;
 
 -- name: outbox_publish
 -- Publish one message in the caller's transaction.
-SELECT mqlayer_app.publish_v1(%(topic)s, %(key)s, %(body)s::bytea, %(headers)s::jsonb);
+SELECT mqlayer_app.publish_v2(%(topic)s, %(key)s, %(body)s::bytea, %(headers)s::jsonb);
 
 -- name: outbox_publish_many
 -- Publish several messages in the caller's transaction. Arrays go in the binary format: in the text of one, where

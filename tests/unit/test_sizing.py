@@ -13,7 +13,7 @@ import pytest
 from bench.memory_table import BENCHES as MEMORY_BENCHES
 from bench.memory_table import TEXTS, size, table
 from bench.recording import RESULTS, all_of
-from mqlayer.consuming.api.app import CONNECTIONS_OF_A_MEMBER
+from mqlayer.consuming.api.app import CONNECTIONS, CONNECTIONS_OF_A_MEMBER
 from mqlayer.consuming.engine.options import MemberOptions
 from mqlayer.domain.names import BODY_LIMIT
 from mqlayer.domain.sizing import (
@@ -49,7 +49,7 @@ def needs(load: PlannedLoad) -> dict[str, int]:
 def test_the_figures_are_those_of_the_code() -> None:
     assert Figures.of_relay == 2 * OF_A_RELAY + 2
     assert Figures.of_worker == 2 * OF_A_WORKER
-    assert Figures.of_consumer == CONNECTIONS_OF_A_MEMBER
+    assert (Figures.of_consumer_process, Figures.of_consumer) == (7 + CONNECTIONS, CONNECTIONS_OF_A_MEMBER)
     assert MemberOptions().prefetch_bytes == Figures.prefetch_bytes
     assert ProducerOptions().max_pending_messages == Figures.pending_messages
     assert ProducerOptions().max_pending_bytes == Figures.pending_bytes
@@ -111,7 +111,7 @@ def test_groups_share_processes_with_several_consumers() -> None:
     load = replace(LOAD, rate=100, groups=4, consumers_per_process=4, handler_ms=72)
     # 32 handlers of 72 ms are 400 messages/s: all that four groups get.
     assert process_count(load) == 1
-    assert needs(load)["postgres_connections"] == 52 + 40 + 7 + 48
+    assert needs(load)["postgres_connections"] == 52 + 40 + 17 + 8
     assert process_count(replace(load, consumers_per_process=1)) == 4
 
 
