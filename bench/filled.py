@@ -199,7 +199,8 @@ class Scene:
                     upto = min(first + STEP - 1, sizes[name])
                     connection.execute(text.encode(), facts | {"from": first, "upto": upto})
                     note(f"  {upto:,} rows of {name}")
-            connection.execute(COUNTERS.encode())
+            if sizes["outbox"]:
+                connection.execute(COUNTERS.encode())
             facts |= {"partition": self.system.route.ranges[0].partition}
             for first in range(1, sizes["parked"] + 1, PARKED_STEP):
                 upto = min(first + PARKED_STEP - 1, sizes["parked"])

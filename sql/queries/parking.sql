@@ -83,8 +83,10 @@ ORDER BY k.lp, k.name;
 -- The same of these keys.
 SELECT k.lp, k.name, k.cause, k.attempts, k.started, k.started_alone,
        CASE WHEN k.paused_at IS NULL THEN date_part('epoch', k.due_at - clock_timestamp()) END
-FROM mqlayer.parked_key k JOIN unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS given (lp, name) USING (lp, name)
-WHERE k.group_id = %(group_id)s;
+FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS given (lp, name)
+-- As in parked_keys: a join would read all of the group's keys where statistics are late.
+CROSS JOIN LATERAL (SELECT * FROM mqlayer.parked_key k
+                    WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name OFFSET 0) AS k;
 
 -- name: parked_unsettled
 -- What is parked of partitions from an offset of each on: its owner may have died before that was settled. What a replay
@@ -132,15 +134,20 @@ RETURNING lp, name;
 -- name: parked_keys_hold
 -- Hold what a page changes of parked keys, in the order in which operators take several: in any other one the two would
 -- wait for each other.
-SELECT FROM mqlayer.parked_key k
-JOIN (SELECT DISTINCT lp, name FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS u (lp, name)) AS given USING (lp, name)
-WHERE k.group_id = %(group_id)s ORDER BY k.lp, k.name FOR UPDATE OF k;
+SELECT FROM (SELECT DISTINCT lp, name FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS u (lp, name)
+             ORDER BY lp, name OFFSET 0) AS given
+-- A look-up per key, in that order: a join would read all of the group's keys where statistics are late.
+CROSS JOIN LATERAL (SELECT FROM mqlayer.parked_key k
+                    WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name FOR UPDATE) AS k;
 
 -- name: parked_keys_there
 -- Which of these keys are parked, and what waits in each; they stay so until this transaction ends.
-SELECT k.lp, k.name, k.messages, k.bytes FROM mqlayer.parked_key k
-JOIN (SELECT DISTINCT lp, name FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS u (lp, name)) AS given USING (lp, name)
-WHERE k.group_id = %(group_id)s FOR KEY SHARE OF k;
+SELECT k.lp, k.name, k.messages, k.bytes
+FROM (SELECT DISTINCT lp, name FROM unnest(%(lps)s::smallint[], %(names)s::bytea[]) AS u (lp, name)
+      ORDER BY lp, name OFFSET 0) AS given
+-- As in parked_keys_hold.
+CROSS JOIN LATERAL (SELECT k.lp, k.name, k.messages, k.bytes FROM mqlayer.parked_key k
+                    WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name FOR KEY SHARE) AS k;
 
 -- name: parked_room
 -- What a group has parked, and how much of it and of one key may be.
