@@ -1,0 +1,32 @@
+"""The systems that there are, in the order of the table."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from bench.peers.celery_tasks import CeleryTasks
+from bench.peers.dramatiq_actors import DramatiqActors
+from bench.peers.mqlayer_paths import MqlayerDirect, MqlayerOutbox
+from bench.peers.nats_jetstream import NatsJetstream
+from bench.peers.peer import Peer
+from bench.peers.pgmq_groups import PgmqGroups
+from bench.peers.procrastinate_jobs import ProcrastinateJobs
+from bench.peers.rabbitmq_quorum import RabbitmqQuorum
+from bench.peers.raw_streams import RawStreams
+
+PEERS: Final[tuple[Peer, ...]] = (
+    MqlayerDirect(),
+    MqlayerOutbox(),
+    RawStreams(),
+    NatsJetstream(),
+    RabbitmqQuorum(),
+    CeleryTasks(),
+    DramatiqActors(),
+    ProcrastinateJobs(),
+    PgmqGroups(),
+)
+
+
+def peer_named(name: str) -> Peer:
+    """Return the system of that name. Raises KeyError."""
+    return {peer.name: peer for peer in PEERS}[name]

