@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from bench.peers.load import HANDLERS, CheckedHandler, KeyedBody
@@ -48,7 +48,11 @@ class CeleryTasks(Peer):
 
     def consume(self, url: str, queue: str, handler: CheckedHandler) -> None:
         app = celery_app(url)
-        app.task(name=TASK)(lambda body: handler(body))
+
+        @app.task(name=TASK)
+        def handle(body: str) -> None:
+            handler(body)
+
         state = client_module("celery.worker.state")
 
         def stop() -> None:
@@ -58,7 +62,8 @@ class CeleryTasks(Peer):
         threading.Thread(target=stop).start()
         options = ["--pool=threads", f"--concurrency={HANDLERS}", f"--queues={queue}", "--loglevel=CRITICAL"]
         options += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
-        app.worker_main(["worker", *options])
+        with suppress(SystemExit):
+            app.worker_main(["worker", *options])
 
 
 def celery_app(url: str) -> Any:
@@ -71,6 +76,8 @@ def celery_app(url: str) -> Any:
         worker_prefetch_multiplier=64,
         worker_send_task_events=False,
         worker_hijack_root_logger=False,
+        # The figures go there.
+        worker_redirect_stdouts=False,
         broker_connection_retry_on_startup=True,
     )
     return app

@@ -48,7 +48,7 @@ class DramatiqActors(Peer):
 
     def consume(self, url: str, queue: str, handler: CheckedHandler) -> None:
         # The library reads it when it is imported.
-        os.environ["dramatiq_queue_prefetch"] = PREFETCH
+        os.environ.update(dramatiq_queue_prefetch=PREFETCH)
         broker, _ = actor(url, queue, handler)
         worker = client_module("dramatiq").Worker(broker, worker_threads=HANDLERS)
         worker.start()

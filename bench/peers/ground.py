@@ -47,10 +47,13 @@ class Ground:
         self._cleanup.close()
 
     def redis(self) -> RedisServer:
-        """Return the Redis, emptied."""
-        server = self._stage.redis("always")
-        redis.Redis.from_url(server.url).flushall()
-        return server
+        """Return the Redis, which syncs its file before it answers."""
+        return self._stage.redis("always")
+
+    def emptied_redis(self) -> RedisServer:
+        """Return the same without its data."""
+        redis.Redis.from_url(self.redis().url).flushall()
+        return self.redis()
 
     def postgres(self) -> PostgresServer:
         """Return the Postgres, whose commits wait for the disk."""

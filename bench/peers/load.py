@@ -39,7 +39,7 @@ def keyed_bodies(first: int, last: int, keys: int) -> list[KeyedBody]:
 class CheckedHandler:
     """The handler: it notes times, order and repetitions, and `done` once each of `expected` messages has come.
 
-    A message is out of order where its key's former one has not ended when it begins. `pause_ms`: the longest time
+    A message is out of order where its key's last ended one is not the one before it. `pause_ms`: the longest time
     that a message takes. Any thread may call it.
     """
 

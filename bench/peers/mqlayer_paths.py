@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,9 @@ class MqlayerDirect(Peer):
     @contextmanager
     def publisher(self, url: str, queue: str) -> Iterator[PublishBatch]:
         message = client_module("mqlayer.producing").Message
-        with client_module("mqlayer.producing").Producer(settings_of(url), name=f"bench-{os.getpid()}") as producer:
+        with client_module("mqlayer.producing").Producer(
+            settings_of(url), name=f"bench-{uuid.uuid4().hex}"
+        ) as producer:
 
             def publish(batch: Sequence[KeyedBody]) -> None:
                 producer.send_many(queue, [message(key, body) for key, body in batch])

@@ -41,7 +41,8 @@ class NatsJetstream(Peer):
         configuration.write_text(f"jetstream {{ store_dir: {store}, sync_interval: always }}\n")
         command = [program, "-a", "127.0.0.1", "-p", str(port), "-c", configuration, "-l", directory / "nats.log"]
         with ground.running(command, port) as server:
-            versions = f"{ground.version_of(program, '--version')}, nats-py {ground.client_version(self, 'nats-py')}"
+            server_version = ground.version_of(program, "--version").rpartition(" ")[2]
+            versions = f"nats-server {server_version}, {ground.client_version(self, 'nats-py')}"
             yield PeerServers(f"nats://127.0.0.1:{port}", (server.pid,), versions)
 
     @contextmanager

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bench.peers.ground import Ground
 
 VISIBILITY_TIMEOUT_S = 60
-READ = 50
+READ = 500
 SEND = "SELECT pgmq.send_batch(%s, %s::jsonb[], %s::jsonb[])"
 TAKE = "SELECT msg_id, message ->> 'b' FROM pgmq.read_grouped_with_poll(%s, %s, %s, 1, 5) ORDER BY msg_id"
 PATH_OF_SQL = "import pgmq.sql, pathlib; print(pathlib.Path(pgmq.sql.__file__).with_name('pgmq.sql'))"

@@ -18,5 +18,5 @@ PERSISTENCE: Final = "https://redis.io/docs/latest/operate/oss_and_stack/managem
 @contextmanager
 def one_redis(ground: Ground) -> Iterator[PeerServers]:
     """Lend an empty Redis."""
-    server = ground.redis()
+    server = ground.emptied_redis()
     yield PeerServers(server.url, ground.pids(server), ground.redis_version())
