@@ -48,7 +48,7 @@ class Owned(MemberPartitions):
         self._asked: list[Assignment] = []
 
     def follow(self, session: MemberSession, reply: HeartbeatReply) -> None:
-        """Hold what is assigned, note what is asked back."""
+        """Hold the assigned partitions; note those that are to be released."""
         del session
         self.held = {int(one.partition): one.epoch for one in reply.assignments if not one.release}
         self._asked = [one for one in reply.assignments if one.release]
@@ -56,7 +56,7 @@ class Owned(MemberPartitions):
             self._core.beat.set()
 
     def report(self, session: MemberSession) -> None:
-        """Give back what was asked for."""
+        """Release the partitions that are to be released."""
         if self._asked:
             release(self._core.runtime.control, session, *self._asked)
 

@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from bench.lease_cost import alone, postgres_cpu_s
+from bench.processes import wait_until
 from bench.registry import Line, bench, note
 from bench.stage import Stage, System
 from mqlayer.postgres.database import connect
@@ -67,7 +68,7 @@ class Crews:
         self._bytes, self._cpu = 0.0, 0.0
 
     def all(self, command: str) -> list[dict[str, Any]]:
-        """Send a command to all, and return what they answer."""
+        """Send a command to all; return the answers."""
         for process in self._processes:
             send(process, command)
         return [answer_of(process) for process in self._processes]
@@ -101,7 +102,7 @@ class Crews:
                 row = connection.execute(UNSETTLED).fetchone()
                 return row == (0,) and sum(one["owned"] for one in self.all("owned")) == PARTITIONS * GROUPS
 
-            await_true(settled)
+            wait_until(settled, PATIENCE_S)
         return time.monotonic() - since
 
     def close(self) -> None:
@@ -206,12 +207,3 @@ def answer_of(process: subprocess.Popen[str]) -> dict[str, Any]:
     assert process.stdout is not None
     found: dict[str, Any] = msgspec.json.decode(process.stdout.readline())
     return found
-
-
-def await_true(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, not for ever."""
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > until:
-            raise RuntimeError(f"it did not come about within {PATIENCE_S:g} s")
-        time.sleep(0.05)

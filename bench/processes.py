@@ -144,10 +144,10 @@ def consumer_group(system: System, **facts: object) -> Iterator[ConsumerGroup]:
             members.close()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
     """Wait for a condition, not for ever."""
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + patience_s
     while not condition():
         if time.monotonic() > until:
-            raise RuntimeError(f"it did not come about within {PATIENCE_S:g} s")
+            raise RuntimeError(f"it did not come about within {patience_s:g} s")
         time.sleep(0.02)

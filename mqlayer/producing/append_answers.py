@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from mqlayer.domain.dedup import FirstPosition
 from mqlayer.errors import BacklogFull, MqlayerError, NotReplicated, PublishError
@@ -21,6 +21,9 @@ from mqlayer.redis.partition_scripts import AppendReply, OnceOutcome, Refused, R
 
 log = event_logger(__name__)
 
+
+LACKING_S: Final = 1.0
+"""The other servers of a cluster have so long by themselves, before what a class lacked somewhere is sent again."""
 
 AppendAnswer = AppendReply | list[OnceOutcome] | Refused | PublishError
 """Stored in whole or in part, an outcome per message, misrouted, or refused by a limit."""
@@ -170,8 +173,15 @@ class AppendAnswers:
         for queue in batch.queues():
             self._queues.block(queue, "route")
 
-    def disconnected(self, node: NodeQueue, batches: Sequence[AppendBatch], reason: str, now: float) -> None:
-        """A connection failed; the batches' outcome is unknown: send them again later."""
+    def disconnected(
+        self,
+        node: NodeQueue,
+        batches: Sequence[AppendBatch],
+        reason: str,
+        now: float,
+        lacking: Iterable[PartitionQueue] = (),
+    ) -> None:
+        """A connection failed; the batches' outcome is unknown: send them again later, `lacking` partitions' last."""
         queues = dict.fromkeys(queue for batch in batches for queue in batch.queues())
         for queue in queues:
             queue.note_uncertain()
@@ -180,6 +190,8 @@ class AppendAnswers:
         node.failures += 1
         node.retry_at = now + backoff_s(node.failures)
         node.last_error = reason
+        for partition_queue in lacking:
+            partition_queue.lack, partition_queue.retry_at = reason, node.retry_at + LACKING_S
         self._counts.connections_lost += 1
         if is_reported(node.failures):
             facts = {"node": node.runs[0], "reason": reason, "failures": node.failures}
@@ -295,3 +307,4 @@ def _partition_of(first: FirstPosition, answer: _Answer) -> int:
 def _clear_refusal(partition_queue: PartitionQueue) -> None:
     if partition_queue.refusal is not None:
         partition_queue.refusals, partition_queue.refusal = 0, None
+    partition_queue.lack = ""

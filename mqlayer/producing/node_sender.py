@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from mqlayer.domain.durability import NODE, Durability
@@ -26,6 +26,7 @@ from mqlayer.producing.append_batch import AppendBatch
 from mqlayer.producing.guarded_in_flight import GuardedInFlight
 from mqlayer.producing.options import ProducerOptions
 from mqlayer.producing.send_queues import NodeQueue, PartitionQueue, PendingSend, TopicQueues
+from mqlayer.redis.cluster_connection import ClusterConnection
 from mqlayer.redis.durability import DurabilityWait
 from mqlayer.redis.node_connection import Node, NodeConnection, is_missing_script
 from mqlayer.redis.partition_scripts import AppendReply, Refused, append_once_reply, append_reply
@@ -192,7 +193,12 @@ class NodeSender(Service):
                 return False
             replies = connection.receive(1 + self._unanswered[0].wait.replies)
             failpoint("producer.after_reply")
-            self._settle(replies)
+            lack = self._settle(replies)
+            if lack:
+                # Stored, maybe for a while: unknown, as without an answer, so it goes again under its number.
+                with self._guarded:
+                    known = [*(batch.partition_queue for batch in self._unanswered), *self.queue.partition_queues]
+                self._lose(StoreUnavailable(self._address, lack), _on_one_shard(connection, known))
         except StoreUnavailable as error:
             self._lose(error)
             return True
@@ -201,7 +207,8 @@ class NodeSender(Service):
             raise
         return True
 
-    def _settle(self, replies: list[Any]) -> None:
+    def _settle(self, replies: list[Any]) -> str:
+        """Apply the first batch's answer; return its lack of a class, or nothing."""
         batch, answer = self._unanswered[0], None
         replicas = batch.wait.replicas(replies[1:]) if batch.wait.asked else None
         if is_missing_script(replies[0]):
@@ -210,19 +217,19 @@ class NodeSender(Service):
         else:
             answer = _read_reply(batch, replies[0], self._address)
             if isinstance(answer, AppendReply | list) and (lack := batch.wait.lack(replies[1:])):
-                # Stored, maybe for a while: unknown, as without an answer, so it goes again under its number.
-                raise StoreUnavailable(self._address, lack)
+                return lack
             if self._meters is not None:
                 _record(self._meters, batch, _refusal_class(answer))
         self._guarded.apply_answer(self.queue, self._unanswered, answer, replicas)
+        return ""
 
-    def _lose(self, error: BaseException) -> None:
+    def _lose(self, error: BaseException, lacking: Iterable[PartitionQueue] = ()) -> None:
         self._connection.close()
         with self._guarded as in_flight:
             unanswered = list(self._unanswered)
             self._unanswered.clear()
             reason = str(error) or type(error).__name__
-            in_flight.answers.disconnected(self.queue, unanswered, reason, time.monotonic())
+            in_flight.answers.disconnected(self.queue, unanswered, reason, time.monotonic(), lacking)
         for batch in unanswered if self._meters is not None else ():
             _record(self._meters, batch, type(error).__name__)
 
@@ -291,6 +298,14 @@ class NodeSender(Service):
 
     def _new_connection(self, node: Node) -> NodeConnection:
         return self._runtime.connection(node, RedisRole.PUBLISHER)
+
+
+def _on_one_shard(connection: NodeConnection, queues: Sequence[PartitionQueue]) -> list[PartitionQueue]:
+    """Return the first queue and those on its shard; none of a single server, which has all."""
+    if not isinstance(connection, ClusterConnection):
+        return []
+    shard = connection.shard_of(queues[0].partition)
+    return [one for one in dict.fromkeys(queues) if connection.shard_of(one.partition) == shard]
 
 
 def _wait_on(node: Node, durability: Durability, options: ProducerOptions) -> DurabilityWait:

@@ -88,8 +88,10 @@ class ProducerQueues:
         batch = AppendBatch(partition_queue)
         queues, add_fresh = topic.queues, batch.add_fresh
         for lp, pending in pending_sends.items():
-            if partition_queue.refusal is not None or not add_fresh(
-                queues[lp] or topic.queue_of(lp, self.source), pending
+            if (
+                partition_queue.refusal is not None
+                or partition_queue.lack
+                or not add_fresh(queues[lp] or topic.queue_of(lp, self.source), pending)
             ):
                 self.add(topic, lp, pending, now)
         self._capacity.take(batch.count, batch.size)

@@ -128,4 +128,4 @@ def _reason(queue: LpQueue) -> str:
         return f"partition {partition_queue.partition} does not serve the LP at present, and no newer route is known"
     if partition_queue.refusal is not None:
         return str(partition_queue.refusal)
-    return partition_queue.node.last_error or "no answer in time"
+    return partition_queue.lack or partition_queue.node.last_error or "no answer in time"

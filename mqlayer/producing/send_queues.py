@@ -200,9 +200,9 @@ class LpQueue:
 
 
 class PartitionQueue:
-    """A partition and its ready queues. After a `refusal` it pauses until `retry_at`."""
+    """A partition and its ready queues. After a `refusal`, or what its class lacked, it pauses until `retry_at`."""
 
-    __slots__ = ("backlog_limit", "listed", "node", "partition", "ready", "refusal", "refusals", "retry_at")
+    __slots__ = ("backlog_limit", "lack", "listed", "node", "partition", "ready", "refusal", "refusals", "retry_at")
 
     def __init__(self, partition: int, node: NodeQueue, backlog_limit: int) -> None:
         self.partition, self.node, self.backlog_limit = partition, node, backlog_limit
@@ -211,6 +211,7 @@ class PartitionQueue:
         self.retry_at = 0.0
         self.refusals = 0
         self.refusal: PublishError | None = None
+        self.lack = ""
 
     def is_paused(self, now: float) -> bool:
         """Whether it or its node failed, and no retry is due."""

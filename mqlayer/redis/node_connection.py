@@ -303,7 +303,8 @@ class NodeConnection:
             if not isinstance(reply, Exception) and len(reply) == 2:
                 settings[name] = reply[1].decode()
         major, minor, patch = (int(part) for part in info["redis_version"].split(".")[:3])
-        in_cluster = info.get("redis_mode", "").strip() == "cluster"
+        # Valkey calls it by a name of its own.
+        in_cluster = "cluster" in (info.get("redis_mode", "").strip(), info.get("server_mode", "").strip())
         return ServerFacts(run_of(info), (major, minor, patch), info["role"], settings, in_cluster)
 
     def _ask(self, commands: Sequence[Command]) -> list[Any]:

@@ -22,7 +22,7 @@ class SentHeartbeat:
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self.facts = facts
         self.row: tuple[Any, ...] | None = None
-        self.error: MqlayerError | None = None
+        self.error: BaseException | None = None
         self.answered = threading.Event()
 
     @property
@@ -74,9 +74,12 @@ class HeartbeatSender:
     def _send(self, batch: list[SentHeartbeat]) -> None:
         try:
             self._answer(batch)
-        except MqlayerError as error:
+        except BaseException as error:
+            # Without a row they would take themselves for replaced.
             for one in batch:
                 one.error = error
+            if not isinstance(error, MqlayerError):
+                raise
         finally:
             for one in batch:
                 one.answered.set()

@@ -295,10 +295,13 @@ WHERE relay_id = %(relay_id)s AND lease_until >= now() RETURNING lp_set;
 -- name: lp_set_take
 -- Take up to so many LP sets that nobody holds. In no fixed order: while leases are lost again and again, relays that
 -- all took the first ones would leave the last ones to nobody.
+WITH free AS MATERIALIZED (
+    SELECT lp_set FROM mqlayer_app.lp_set WHERE relay_id IS NULL OR lease_until < now()
+    ORDER BY random() LIMIT %(count)s FOR UPDATE SKIP LOCKED
+)
 UPDATE mqlayer_app.lp_set s SET relay_id = %(relay_id)s, epoch = nextval('mqlayer_app.relay_epoch'),
     lease_until = now() + make_interval(secs => %(lease_s)s)
-FROM (SELECT lp_set FROM mqlayer_app.lp_set WHERE relay_id IS NULL OR lease_until < now()
-      ORDER BY random() LIMIT %(count)s FOR UPDATE SKIP LOCKED) AS free
+FROM free
 WHERE s.lp_set = free.lp_set RETURNING s.lp_set;
 
 -- name: lp_set_release

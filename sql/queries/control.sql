@@ -340,11 +340,13 @@ UPDATE mqlayer.source SET closed_at = now() WHERE source_id = %(source_id)s AND 
 -- name: source_try_closed
 -- Direct sources that were closed long enough ago and whose marks are still there, and that this is another try. Those
 -- come first that were tried never or longest ago: what can't be finished now must not keep the others waiting.
-UPDATE mqlayer.source SET tried_at = now() WHERE source_id IN (
+WITH due AS MATERIALIZED (
     SELECT source_id FROM mqlayer.source
     WHERE kind = 'direct' AND dropped_at IS NULL AND closed_at < now() - make_interval(secs => %(closed_for_s)s)
-    ORDER BY tried_at NULLS FIRST, closed_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED)
-RETURNING source_id;
+    ORDER BY tried_at NULLS FIRST, closed_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED
+)
+UPDATE mqlayer.source s SET tried_at = now() FROM due WHERE s.source_id = due.source_id
+RETURNING s.source_id;
 
 -- name: source_marks_dropped
 -- The marks of these sources are gone.

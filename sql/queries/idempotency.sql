@@ -82,10 +82,13 @@ SELECT mqlayer_app.version_set_v1(%(name)s, %(entity)s, %(version)s::bigint, %(d
 
 -- name: version_alarms
 -- Versions that have been missing for too long; the next alarm for each is due in an hour at the earliest.
+WITH due AS MATERIALIZED (
+    SELECT name, entity FROM mqlayer_app.entity_version WHERE alarm_at <= clock_timestamp()
+    ORDER BY alarm_at LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
+)
 UPDATE mqlayer_app.entity_version e
 SET alarm_at = clock_timestamp() + make_interval(secs => greatest(e.gap_s, 3600))
-FROM (SELECT name, entity FROM mqlayer_app.entity_version WHERE alarm_at <= clock_timestamp()
-      ORDER BY alarm_at LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED) AS due
+FROM due
 WHERE e.name = due.name AND e.entity = due.entity
 RETURNING e.name, e.entity, e.version + 1, e.held_messages, date_part('epoch', clock_timestamp() - e.missing_since);
 

@@ -18,14 +18,18 @@ SELECT EXISTS (SELECT FROM mqlayer.parked_key
 -- name: pop_parked_claim
 -- Give out parked keys that are due, each for a time and under a number of its own. One that was given out before and is due
 -- again was not settled in its time: its first message failed, unless an operator released the key.
+-- A join would run a limited subquery once per row where statistics are late, and claim more each time.
+WITH due AS MATERIALIZED (
+    SELECT lp, name FROM mqlayer.parked_key
+    WHERE group_id = %(group_id)s AND lp >= %(lp_from)s::int AND lp < %(lp_to)s::int AND paused_at IS NULL
+      AND due_at <= clock_timestamp()
+    ORDER BY due_at LIMIT %(count)s FOR UPDATE SKIP LOCKED
+)
 UPDATE mqlayer.parked_key k
 SET started = nextval('mqlayer.epoch'), started_alone = true, released = false,
     attempts = k.attempts + (k.started IS NOT NULL AND NOT k.released)::int,
     due_at = clock_timestamp() + make_interval(secs => %(visible_s)s)
-FROM (SELECT lp, name FROM mqlayer.parked_key
-      WHERE group_id = %(group_id)s AND lp >= %(lp_from)s::int AND lp < %(lp_to)s::int AND paused_at IS NULL
-        AND due_at <= clock_timestamp()
-      ORDER BY due_at LIMIT %(count)s FOR UPDATE SKIP LOCKED) AS due
+FROM due
 WHERE k.group_id = %(group_id)s AND k.lp = due.lp AND k.name = due.name
 RETURNING k.lp, k.name, k.started, k.attempts;
 

@@ -128,7 +128,7 @@ class MixedScene:
     def await_more(self, count: int = KEYS) -> None:
         """Wait until so many more messages have their effects."""
         wanted = self.handled() + count
-        wait_until(lambda: self.handled() >= wanted, timeout_s=30, what="the group goes on")
+        wait_until(lambda: self.handled() >= wanted, timeout_s=60, what="the group goes on")
 
     def has_contracted(self) -> bool:
         """Run contract steps, and say whether none is left."""

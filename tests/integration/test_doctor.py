@@ -263,7 +263,10 @@ def test_a_replica_and_a_cluster_are_no_nodes(ward: Ward, node: RedisServer, sta
         # Registering asks for keys, which a cluster without slots refuses.
         client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
         wait_until(lambda: client.cluster("info")["cluster_state"] == "ok", what="the slots")
-    register_node(runtime_of(ward.database), name="cluster", url=cluster.url)
+    # It was a Redis by itself when it was registered: a server of a cluster is refused.
+    register_node(runtime_of(ward.database), name="cluster", url=start_redis().url)
+    with ward.database.connection() as connection:
+        connection.execute("UPDATE mqlayer.node SET url = %s WHERE name = 'cluster'", (cluster.url,))
     assert "cluster mode" in ward.finding("role").seen
     with redis.Redis.from_url(node.url) as client:
         client.replicaof("127.0.0.1", str(cluster.port))

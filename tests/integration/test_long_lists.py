@@ -136,6 +136,20 @@ def walk(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from walk(child)
 
 
+def test_a_claim_of_parked_keys_takes_no_more_than_asked_for(system: System) -> None:
+    """Where nothing is known of a group's keys yet, the planner takes them for one."""
+    known, new = new_group(system), new_group(system)
+    fill_group(system, known, MANY)
+    with system.database.connection() as connection:
+        rows = {"group_id": new.group_id, "partition": system.route.ranges[0].partition, "from": 1, "upto": 50}
+        for statement in FILL:
+            connection.execute(statement.encode(), rows)
+        connection.execute("UPDATE mqlayer.parked_key SET due_at = now() WHERE group_id = %s", (new.group_id,))
+        facts = {"group_id": new.group_id, "lp_from": 0, "lp_to": 1024, "count": 7, "visible_s": 30.0}
+        for _ in range(3):
+            assert len(connection.execute(query("pop_parked_claim"), facts).fetchall()) == 7
+
+
 def test_frequent_errors_are_counted_by_what_stands_before_the_colon(system: System) -> None:
     group = new_group(system)
     fill_group(system, group, ROWS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mqlayer.topics import find_node
-from tests.fixtures.cluster_load import await_more, publishing
-from tests.fixtures.clusters import StartCluster, slot_of
+from tests.fixtures.cluster_load import await_more, move_each_slot, publishing
+from tests.fixtures.clusters import StartCluster
 from tests.fixtures.consumers import Recorder, StartStage
 from tests.fixtures.shared_members import share
 from tests.fixtures.wait import wait_until
@@ -30,11 +30,7 @@ def test_slots_that_move_as_a_whole_under_load_keep_their_order(
     share(stage, shared, group="s")
     with publishing(stage) as sent:
         for _ in range(2):
-            for partition in stage.partitions:
-                await_more(recorder, 20)
-                target = next(one for one in cluster.primaries() if one is not cluster.owner(partition))
-                cluster.move_slot_at_once(slot_of(partition), target)
-                assert cluster.owner(partition) is target
+            move_each_slot(cluster, stage.partitions, recorder, cluster.move_slot_at_once)
         await_more(recorder, 20)
     wait_until(lambda: recorder.count() == shared.count() == len(sent), timeout_s=30, what="all handled")
     recorder.assert_in_order()

@@ -109,3 +109,15 @@ def test_few_partitions_have_shares_and_no_turns() -> None:
     assert ReadTurns().turn_size(32, 125) == 0
     assert ReadTurns().turn_size(64, 62) == read_turns.TURN
     assert ReadTurns().turn_size(4, 25) == 0
+
+
+def test_a_partition_that_goes_while_it_has_a_backlog_is_not_waited_for() -> None:
+    """Else its reader would wait outside of Redis from then on, and find new messages late."""
+    reader = Reader(4_000, [1_000] * 64)
+    reader.read()
+    assert reader.turns.wait_for_room
+    reader.turns.follow(reader.partitions[1:])
+    assert reader.turns.wait_for_room
+    assert not reader.turns.waits(reader.partitions[0])
+    reader.turns.follow([])
+    assert not reader.turns.wait_for_room

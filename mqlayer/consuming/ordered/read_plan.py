@@ -32,7 +32,9 @@ class ReadPlan:
             shares = self._ownership.shares(partitions[0])
             size = self.turns.turn_size(len(partitions), shares[0])
             if size:
+                self.turns.follow(partitions)
                 return self._in_turn(partitions, shares, size)
+        self.turns.follow([])
         # Behind a backlog others' messages are looked for in large steps: handlers leave the reader little time.
         most = SCAN_COUNT if any(owned.backlogs for owned in partitions) else READ_COUNT
         capacities = [(owned, self._read_capacity(owned, most)) for owned in partitions]

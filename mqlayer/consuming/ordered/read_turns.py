@@ -39,6 +39,11 @@ class ReadTurns:
         size = min(TURN, partitions * share // 4)
         return size if share < size else 0
 
+    def follow(self, partitions: Sequence[OwnedPartition]) -> None:
+        """Forget others: dropped ones, or those that have been read to their end."""
+        known = set(partitions)
+        self._behind = {owned: None for owned in self._behind if owned in known}
+
     def choose(
         self, partitions: Sequence[OwnedPartition], share: tuple[int, int], size: int
     ) -> tuple[ReadPart, ReadPart]:
@@ -47,8 +52,7 @@ class ReadTurns:
         left = (share[0] - part) * len(partitions) - sum(max(0, one.room.count - part) for one in partitions)
         bytes_left: float = (share[1] - bytes_part) * len(partitions)
         bytes_left -= sum(max(0, one.room.bytes - bytes_part) for one in partitions)
-        now, known = clock(), set(partitions)
-        self._behind = {owned: None for owned in self._behind if owned in known}
+        now = clock()
         turn: list[OwnedPartition] = []
         # Some at a time: each pass looks at all partitions, and handlers shall not wait for a long one.
         most = max(1, share[0] * len(partitions) // (PASSES * size))

@@ -11,6 +11,7 @@ import redis
 
 from mqlayer import Producer
 from mqlayer.domain.assignment import assign
+from mqlayer.domain.durability import Durability
 from mqlayer.errors import Conflict, NodeNotArmed
 from mqlayer.groups import members
 from mqlayer.groups.members import join, send_heartbeat
@@ -19,6 +20,7 @@ from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import MessageRun, Refused, append_command, append_reply
 from mqlayer.routes import change_driver, finish_changes, give_up_node, node_loss, rearm_lost_nodes
 from mqlayer.runtime.route_cache import load_nodes, load_route
+from mqlayer.runtime.runtime import Runtime
 from mqlayer.stack import RedisServer
 from mqlayer.topics import create_topic, rearm_node, set_durability, set_node_replicas
 from tests.fixtures.dead_nodes import all_handled, bring, consuming, known_group, published
@@ -330,16 +332,22 @@ def test_what_only_a_moved_parent_holds_is_in_its_successor_before_the_outbox_is
         wait_until(lambda: dict(seen) == wanted, what=IN_ORDER, timeout_s=30)
 
 
-def test_a_durability_class_that_no_other_node_holds_refuses_the_loss_before_anything_is_changed(
-    world: World, database: Database, node: RedisServer, start_redis: StartRedis
-) -> None:
+def lose_the_only_holder(world: World, node: RedisServer, durability: Durability) -> Runtime:
+    """Give the topic a class that only the second node can hold, and kill that node."""
     runtime = world.runtime()
     for name in ("node-1", "node-2"):
         set_node_replicas(runtime, name, 1)
-    set_durability(runtime, "orders", "replica")
+    set_durability(runtime, "orders", durability)
     # As a node that was declared with one is made anew without.
     world.rows("UPDATE mqlayer.node SET replicas = 0 WHERE name = 'node-1' RETURNING 1")
     node.kill()
+    return runtime
+
+
+def test_a_durability_class_that_no_other_node_holds_refuses_the_loss_before_anything_is_changed(
+    world: World, database: Database, node: RedisServer, start_redis: StartRedis
+) -> None:
+    runtime = lose_the_only_holder(world, node, "replica")
     with pytest.raises(Conflict, match="no other node can hold durability replica of topic 'orders'"):
         give_up(world, database)
     assert world.rows("SELECT lost_at, armed_run_id IS NULL FROM mqlayer.node WHERE name = 'node-2'") == [(None, False)]
@@ -352,12 +360,7 @@ def test_a_durability_class_that_no_other_node_holds_refuses_the_loss_before_any
 
 
 def test_a_class_that_is_given_up_lets_a_node_go(world: World, database: Database, node: RedisServer) -> None:
-    runtime = world.runtime()
-    for name in ("node-1", "node-2"):
-        set_node_replicas(runtime, name, 1)
-    set_durability(runtime, "orders", "quorum")
-    world.rows("UPDATE mqlayer.node SET replicas = 0 WHERE name = 'node-1' RETURNING 1")
-    node.kill()
+    runtime = lose_the_only_holder(world, node, "quorum")
     with pytest.raises(Conflict, match="mqlayer topic set orders --durability node"):
         give_up(world, database)
     set_durability(runtime, "orders", "node")

@@ -28,7 +28,7 @@ from mqlayer.redis.node_connection import raise_for_reply
 from mqlayer.relay import relay_once
 from mqlayer.routes import rearm_lost_nodes
 from mqlayer.topics import find_node, register_node, set_durability, set_node_address, set_node_replicas
-from tests.fixtures.cluster_load import await_more, publishing
+from tests.fixtures.cluster_load import move_each_slot, publishing
 from tests.fixtures.clusters import SLOTS, Cluster, StartCluster, slot_of
 from tests.fixtures.consumers import Recorder, StartStage
 from tests.fixtures.receivers import OpenReceiver
@@ -186,6 +186,33 @@ def test_a_topic_s_class_waits_for_the_replica_of_each_shard(
         wait_until(lambda: recorded(world) == 120, timeout_s=30, what="all is confirmed again")
 
 
+@pytest.mark.full
+def test_waits_for_a_shard_without_its_replica_hold_up_no_other_shard(
+    start_cluster: StartCluster, database_dsn: str, key_prefix: str
+) -> None:
+    """A direct producer repeats what lies there; others' messages are confirmed meanwhile."""
+    cluster = start_cluster(timeout_ms=60_000)
+    world = World(database_dsn, key_prefix, [cluster.url])
+    world.add_topic("orders", partitions=24)
+    set_node_replicas(world.runtime(), "node-1", 1)
+    set_durability(world.runtime(), "orders", "replica")
+    primary = cluster.primaries()[0]
+    lone = cluster.replica_of(primary)
+    with world.producer(close_within_s=0.1, options={"replicas": 1, "replica_timeout_s": 0.3}) as producer:
+        where = {f"k{number}": producer.send("orders", key=f"k{number}", body=b"x") for number in range(60)}
+        slots = cluster.slots(primary)
+        lacking = [key for key, receipt in where.items() if slot_of(receipt.partition) in slots]
+        others = [key for key in where if key not in lacking]
+        assert len({where[key].partition for key in lacking}) > 3
+        lone.send(signal.SIGSTOP)
+        waiting = [producer.send_async("orders", key=key, body=b"y") for key in lacking]
+        for key in others:
+            assert producer.send("orders", key=key, body=b"y", timeout_s=20).replicas == 1
+        assert not any(future.done() for future in waiting)
+        lone.send(signal.SIGCONT)
+        assert [future.result(timeout=20).replicas for future in waiting] == [1] * len(lacking)
+
+
 def recorded(world: World) -> int:
     """Return how many messages an outbox may forget."""
     return int(world.rows("SELECT coalesce(sum(seq), 0)::int FROM mqlayer_app.relayed")[0][0])
@@ -253,12 +280,7 @@ def test_slots_that_move_under_load_keep_their_order(start_cluster: StartCluster
     share(stage, shared, group="s")
     with publishing(stage) as sent:
         for _ in range(2):
-            for partition in stage.partitions:
-                await_more(recorder, 20)
-                source, primaries = cluster.owner(partition), cluster.primaries()
-                target = primaries[(primaries.index(source) + 1) % len(primaries)]
-                cluster.move_slot(slot_of(partition), target)
-                assert cluster.owner(partition) is target
+            move_each_slot(cluster, stage.partitions, recorder, cluster.move_slot)
     wait_until(lambda: recorder.count() == len(sent), timeout_s=30, what="all handled")
     wait_until(lambda: shared.count() == len(sent), timeout_s=30, what="all handled by the shared group")
     recorder.assert_in_order()

@@ -13,8 +13,8 @@ from mqlayer.inspect.node_status import node_statuses
 from mqlayer.postgres.database import Database
 from mqlayer.topics import find_node, register_node
 from tests.fixtures.certificates import Authority, authority
-from tests.fixtures.cluster_load import await_more, publishing
-from tests.fixtures.clusters import NAMED, Cluster, StartCluster, over_tls, slot_of
+from tests.fixtures.cluster_load import await_more, move_each_slot, publishing
+from tests.fixtures.clusters import NAMED, Cluster, StartCluster, over_tls
 from tests.fixtures.consumers import Recorder, StartStage
 from tests.fixtures.receivers import OpenReceiver
 from tests.fixtures.servers import redis_7_program
@@ -71,10 +71,7 @@ def test_all_work_goes_on_over_tls_while_a_slot_moves_and_a_shard_fails_over(
     stage.consume(ordered)
     share(stage, shared, group="s")
     with publishing(stage) as sent:
-        for partition in stage.partitions:
-            await_more(ordered, 20)
-            target = next(one for one in cluster.primaries() if one is not cluster.owner(partition))
-            cluster.move_slot(slot_of(partition), target)
+        move_each_slot(cluster, stage.partitions, ordered, cluster.move_slot)
         await_more(ordered, 20)
     wait_until(lambda: ordered.count() == shared.count() == len(sent), timeout_s=30, what="all handled")
     ordered.assert_in_order()

@@ -89,7 +89,7 @@ class Load:
 
 @contextmanager
 def arming(world: World) -> Iterator[None]:
-    """Arm what is promoted, as a worker does; on a busy machine, the Sentinel may promote once more."""
+    """Arm the promoted server, as a worker does. On a busy machine the Sentinel may promote another one later."""
     ending = threading.Event()
 
     def arm() -> None:
