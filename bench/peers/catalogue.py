@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from bench.peers.bullmq_jobs import BullmqJobs
 from bench.peers.celery_tasks import CeleryTasks
 from bench.peers.dramatiq_actors import DramatiqActors
 from bench.peers.mqlayer_paths import MqlayerDirect, MqlayerOutbox
@@ -13,6 +14,7 @@ from bench.peers.pgmq_groups import PgmqGroups
 from bench.peers.procrastinate_jobs import ProcrastinateJobs
 from bench.peers.rabbitmq_quorum import RabbitmqQuorum
 from bench.peers.raw_streams import RawStreams
+from bench.peers.skip_locked import SkipLocked
 
 PEERS: Final[tuple[Peer, ...]] = (
     MqlayerDirect(),
@@ -22,8 +24,10 @@ PEERS: Final[tuple[Peer, ...]] = (
     RabbitmqQuorum(),
     CeleryTasks(),
     DramatiqActors(),
+    BullmqJobs(),
     ProcrastinateJobs(),
     PgmqGroups(),
+    SkipLocked(),
 )
 
 

@@ -23,7 +23,9 @@ class CeleryTasks(Peer):
     name = "celery"
     packages = ("celery[redis]", "hiredis")
     stored = STORED_IN_REDIS
-    shape = "one queue, 8 threads; no order"
+    shape = "one queue, 8 threads"
+    promises_order = False
+    most_messages = 5_000
     sources = (
         "https://docs.celeryq.dev/en/stable/userguide/optimizing.html",
         "https://docs.celeryq.dev/en/stable/getting-started/backends-and-brokers/redis.html",
@@ -59,7 +61,7 @@ class CeleryTasks(Peer):
             handler.done.wait()
             state.should_stop = 0
 
-        threading.Thread(target=stop).start()
+        threading.Thread(target=stop, daemon=True).start()
         options = ["--pool=threads", f"--concurrency={HANDLERS}", f"--queues={queue}", "--loglevel=CRITICAL"]
         options += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
         with suppress(SystemExit):

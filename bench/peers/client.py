@@ -20,6 +20,7 @@ from bench.peers.peer import Peer
 
 RATE_PER_S: Final = 500
 PACERS: Final = 4
+OPEN_WITHIN_S: Final = 30.0
 WARM_UP_SHARE: Final = 0.1
 
 
@@ -35,10 +36,13 @@ def publish(peer: Peer, url: str, queue: str, count: int, keys: int) -> dict[str
 
 def pace(peer: Peer, url: str, queue: str, count: int, keys: int) -> dict[str, Any]:
     """Publish at a steady rate; a key's messages come from one thread."""
-    starts_at = time.monotonic() + 0.5
+    opened, starts_at = threading.Barrier(PACERS + 1), 0.0
 
     def send_share(thread: int) -> None:
         with peer.publisher(url, queue) as send:
+            # Connecting takes some libraries a second, which is no message's latency.
+            opened.wait(OPEN_WITHIN_S)
+            opened.wait(OPEN_WITHIN_S)
             for number in range(thread, count, PACERS):
                 due = starts_at + number / RATE_PER_S
                 time.sleep(max(0.0, due - time.monotonic()))
@@ -48,6 +52,9 @@ def pace(peer: Peer, url: str, queue: str, count: int, keys: int) -> dict[str, A
     threads = [threading.Thread(target=send_share, args=(thread,)) for thread in range(PACERS)]
     for thread in threads:
         thread.start()
+    opened.wait(OPEN_WITHIN_S)
+    starts_at = time.monotonic() + 0.1
+    opened.wait(OPEN_WITHIN_S)
     for thread in threads:
         thread.join()
     return {}
@@ -76,7 +83,8 @@ def consume(peer: Peer, url: str, queue: str, count: int, pause_ms: float) -> No
         say(json.dumps(figures))
         os._exit(0)
 
-    reporter = threading.Thread(target=report)
+    # An exception of the library ends the process, with no wait for the reporter.
+    reporter = threading.Thread(target=report, daemon=True)
     reporter.start()
     peer.consume(url, queue, handler)
     stopped.set()

@@ -23,7 +23,8 @@ class DramatiqActors(Peer):
     name = "dramatiq"
     packages = ("dramatiq[redis]", "hiredis")
     stored = STORED_IN_REDIS
-    shape = "one queue, 8 threads; no order"
+    shape = "one queue, 8 threads"
+    promises_order = False
     sources = (
         "https://dramatiq.io/advanced.html",
         "https://redis.io/docs/latest/integrate/dramatiq/",

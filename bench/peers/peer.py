@@ -46,6 +46,13 @@ class Peer(ABC):
     sources: ClassVar[tuple[str, ...]] = ()
     """Where the system's own documents give these settings."""
 
+    most_messages: ClassVar[int | None] = None
+    """The most that it can take within the run's patience; the table tells the number that each got."""
+    in_postgres: ClassVar[bool] = False
+    """Whether PeerServers.url is a database whose planner must know the tables before the clients consume."""
+    promises_order: ClassVar[bool] = True
+    """Whether its documents promise the order of a key over eight handlers."""
+
     @abstractmethod
     def serve(self, ground: Ground) -> AbstractContextManager[PeerServers]:
         """Lend running servers with the empty queues of QUEUES. Raises PeerMissing."""

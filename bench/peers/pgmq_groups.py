@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.peers.load import HANDLERS, CheckedHandler, KeyedBody
 from bench.peers.peer import QUEUES, Peer, PeerServers, PublishBatch, client_module
+from bench.peers.postgres_databases import STORED_IN_POSTGRES
 
 if TYPE_CHECKING:
     from bench.peers.ground import Ground
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 VISIBILITY_TIMEOUT_S = 60
 READ = 500
 SEND = "SELECT pgmq.send_batch(%s, %s::jsonb[], %s::jsonb[])"
-TAKE = "SELECT msg_id, message ->> 'b' FROM pgmq.read_grouped_with_poll(%s, %s, %s, 1, 5) ORDER BY msg_id"
+TAKE = "SELECT msg_id, message ->> 'b' FROM pgmq.read_grouped_head_with_poll(%s, %s, %s, 1, 5) ORDER BY msg_id"
 PATH_OF_SQL = "import pgmq.sql, pathlib; print(pathlib.Path(pgmq.sql.__file__).with_name('pgmq.sql'))"
 
 
@@ -25,7 +26,8 @@ class PgmqGroups(Peer):
 
     name = "pgmq"
     packages = ("pgmq", "psycopg[binary]")
-    stored = "committed and synced in one Postgres"
+    stored = STORED_IN_POSTGRES
+    in_postgres = True
     shape = "8 readers; a group (the key) has one at a time"
     sources = (
         "https://github.com/pgmq/pgmq/blob/main/docs/fifo-queues.md",

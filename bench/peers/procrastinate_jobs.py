@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.peers.load import HANDLERS, CheckedHandler, KeyedBody
 from bench.peers.peer import Peer, PeerServers, PublishBatch, client_module
+from bench.peers.postgres_databases import STORED_IN_POSTGRES
 
 if TYPE_CHECKING:
     from bench.peers.ground import Ground
@@ -22,8 +23,10 @@ class ProcrastinateJobs(Peer):
 
     name = "procrastinate"
     packages = ("procrastinate", "psycopg[binary,pool]")
-    stored = "committed and synced in one Postgres"
+    stored = STORED_IN_POSTGRES
+    in_postgres = True
     shape = "one queue, 8 jobs at once; a lock (the key) has one at a time"
+    most_messages = 5_000
     sources = (
         "https://procrastinate.readthedocs.io/en/stable/howto/advanced/locks.html",
         "https://procrastinate.readthedocs.io/en/stable/howto/production/delete_finished_jobs.html",

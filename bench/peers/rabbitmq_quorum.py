@@ -75,7 +75,7 @@ class RabbitmqQuorum(Peer):
         aio_pika = client_module("aio_pika")
         with asyncio.Runner() as runner:
             connection = runner.run(aio_pika.connect(url))
-            channel = runner.run(connection.channel(publisher_confirms=True))
+            channel = runner.run(confirming_channel(connection))
             runner.run(declared(channel, queue))
             persistent = aio_pika.DeliveryMode.PERSISTENT
 
@@ -90,6 +90,11 @@ class RabbitmqQuorum(Peer):
 
     def consume(self, url: str, queue: str, handler: CheckedHandler) -> None:
         asyncio.run(consume_queues(url, queue, handler))
+
+
+async def confirming_channel(connection: Any) -> Any:
+    """Return a channel, which only a running loop can open."""
+    return await connection.channel(publisher_confirms=True)
 
 
 async def declared(channel: Any, queue: str) -> list[Any]:

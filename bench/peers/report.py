@@ -10,6 +10,7 @@ import msgspec
 
 HEAD: Final = (
     "system",
+    "messages",
     "publish, msg/s",
     "consume, msg/s",
     "p50, ms",
@@ -33,6 +34,7 @@ class PeerRow(msgspec.Struct, frozen=True, kw_only=True):
     p99_ms: float = math.nan
     ordered: int = 0
     out_of_order: int = 0
+    promises_order: bool = True
     cpu_s_per_million: float = math.nan
     stored: str = ""
     shape: str = ""
@@ -50,18 +52,27 @@ def table(rows: Sequence[PeerRow]) -> str:
 
 def cells(row: PeerRow) -> tuple[str, ...]:
     """Return the cells of a row."""
-    order = f"{row.out_of_order:,} of {row.ordered:,} early" if row.out_of_order else "kept"
     return (
         row.name,
+        number(row.messages),
         number(row.publish_per_s),
         number(row.consume_per_s),
         number(row.p50_ms, digits=1),
         number(row.p99_ms, digits=1),
-        order,
+        order_of(row),
         number(row.cpu_s_per_million),
         row.stored,
         row.versions,
     )
+
+
+def order_of(row: PeerRow) -> str:
+    """Return whether a key's order was kept, and whether the system promises that."""
+    promised = "kept" if row.promises_order and not row.out_of_order else "not promised"
+    if not row.out_of_order:
+        return promised
+    broken = f"{row.out_of_order:,} of {row.ordered:,} early"
+    return broken if row.promises_order else f"{promised}: {broken}"
 
 
 def number(value: float, *, digits: int = 0) -> str:

@@ -16,6 +16,7 @@ import psycopg
 from bench.peers.ground import Ground
 from bench.peers.load import KEYS
 from bench.peers.peer import Peer, PeerMissing, PeerServers
+from bench.peers.postgres_databases import analyzed
 from bench.peers.processor_time import used_by
 from bench.peers.report import PeerRow
 from bench.registry import note
@@ -23,10 +24,10 @@ from bench.registry import note
 ROOT: Final = Path(__file__).parents[2]
 PATIENCE_S: Final = 240.0
 MOST_PACED: Final = 5_000
-MOST_ORDERED: Final = 2_000
-# Fewer keys than handlers, which take 0 to 4 ms: without order, messages of a key run beside each other.
+MOST_ORDERED: Final = 1_000
+# Fewer keys than handlers, which take 0 to 20 ms: without order, messages of a key run beside each other.
 ORDER_KEYS: Final = 4
-ORDER_PAUSE_MS: Final = 4.0
+ORDER_PAUSE_MS: Final = 20.0
 
 
 def measure(peer: Peer, ground: Ground, messages: int) -> PeerRow:
@@ -44,6 +45,7 @@ def measure(peer: Peer, ground: Ground, messages: int) -> PeerRow:
 def figures(clients: SystemClients, messages: int) -> PeerRow:
     """Return a system's figures."""
     peer, servers = clients.peer, clients.servers
+    messages = min(messages, peer.most_messages or messages)
     before_s = used_by(servers.pids)
     published = clients.publish("rates", messages, KEYS)
     consumed = clients.result(clients.consume("rates", messages))
@@ -64,6 +66,7 @@ def figures(clients: SystemClients, messages: int) -> PeerRow:
         p99_ms=paced["p99_ms"],
         ordered=ordered["handled"],
         out_of_order=ordered["out_of_order"],
+        promises_order=peer.promises_order,
         cpu_s_per_million=cpu_s / messages * 1e6,
         stored=peer.stored,
         shape=peer.shape,
@@ -86,7 +89,10 @@ class SystemClients:
 
     def publish(self, queue: str, count: int, keys: int) -> dict[str, Any]:
         """Publish; return the figures."""
-        return self.result(self._start("publish", queue, count, keys))
+        figures = self.result(self._start("publish", queue, count, keys))
+        if self.peer.in_postgres:
+            analyzed(self.servers.url)
+        return figures
 
     def consume(self, queue: str, count: int, *, pause_ms: float = 0.0) -> subprocess.Popen[str]:
         """Start a consumer."""
@@ -97,14 +103,17 @@ class SystemClients:
 
         `pace` begins anew, so that the first message comes twice.
         """
-        consumer = self.consume("latency", count)
-        self.publish("latency", 1, KEYS)
-        with ended_by(PATIENCE_S, consumer):
-            # A library may print a banner before.
-            if "began" not in (line.strip() for line in consumer.stdout or ()):
-                raise ClientFailed("its consumer got no message")
-        self.result(self._start("pace", "latency", count, KEYS))
-        return self.result(consumer)
+        with self.consume("latency", count) as consumer:
+            try:
+                self.publish("latency", 1, KEYS)
+                with ended_by(PATIENCE_S, consumer):
+                    # A library may print a banner before.
+                    if "began" not in (line.strip() for line in consumer.stdout or ()):
+                        raise ClientFailed(f"its consumer got no message: {last_words(consumer)}")
+                self.result(self._start("pace", "latency", count, KEYS))
+                return self.result(consumer)
+            finally:
+                consumer.kill()
 
     def result(self, client: subprocess.Popen[str]) -> dict[str, Any]:
         """Wait for a client's figures. Raises ClientFailed."""
@@ -112,8 +121,7 @@ class SystemClients:
             told, errors = client.communicate()
         last = told.strip().splitlines()[-1:] or [""]
         if client.returncode or not last[0].startswith("{"):
-            words = " ".join(errors.split())[-300:]
-            raise ClientFailed(f"a client ended with {client.returncode} within {PATIENCE_S:g} s: {words}")
+            raise ClientFailed(f"a client ended with {client.returncode} within {PATIENCE_S:g} s: {shortened(errors)}")
         found: dict[str, Any] = json.loads(last[0])
         return found
 
@@ -128,6 +136,17 @@ class SystemClients:
             stderr=subprocess.PIPE,
             text=True,
         )
+
+
+def last_words(client: subprocess.Popen[str]) -> str:
+    """Return the end of what a client wrote to its standard error."""
+    client.kill()
+    return shortened(client.communicate()[1])
+
+
+def shortened(text: str) -> str:
+    """Return the end of a text in one line."""
+    return " ".join(text.split())[-300:]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ def test_a_systems_figures_are_all_there_and_order_is_kept(name: str, tmp_path: 
     with Ground(cache=tmp_path) as ground:
         row = measure(peer_named(name), ground, MESSAGES)
     assert row.skipped == ""
-    assert (row.ordered, row.out_of_order) == (MESSAGES // 10, 0)
+    assert (row.messages, row.ordered, row.out_of_order) == (MESSAGES, MESSAGES // 10, 0)
     assert min(row.publish_per_s, row.consume_per_s, row.p50_ms, row.cpu_s_per_million) > 0
     assert row.p99_ms >= row.p50_ms
     assert "Redis" in row.versions

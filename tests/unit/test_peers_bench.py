@@ -18,7 +18,7 @@ from bench.peers import catalogue, client, runner
 from bench.peers.catalogue import PEERS
 from bench.peers.ground import Ground
 from bench.peers.load import BODY_BYTES, CheckedHandler, keyed_bodies, keyed_body, part_of, quantile_ms
-from bench.peers.packages import PythonPackages, cache_place, unpacked_debian
+from bench.peers.packages import NodePackages, PythonPackages, cache_place, unpacked_debian
 from bench.peers.peer import Peer, PeerMissing, PeerServers
 from bench.peers.processor_time import used_by
 from bench.peers.report import PeerRow, table
@@ -55,6 +55,27 @@ class BrokenPeer(AbsentPeer):
 
     def client(self, ground: Ground) -> list[str | Path]:
         return [sys.executable, "-c", "raise SystemExit('no way')"]
+
+
+class FakeClients:
+    """Clients that answer at once."""
+
+    def __init__(self) -> None:
+        self.peer, self.servers = AbsentPeer(), PeerServers("nowhere", (), "none")
+        self.published: dict[str, int] = {}
+
+    def publish(self, queue: str, count: int, keys: int) -> dict[str, Any]:
+        self.published[queue] = count
+        return {"per_s": 1.0, "cpu_s": 1.0}
+
+    def consume(self, queue: str, count: int, **_: float) -> int:
+        return count
+
+    def paced(self, count: int) -> dict[str, Any]:
+        return {"p50_ms": 1.0, "p99_ms": 2.0}
+
+    def result(self, count: int) -> dict[str, Any]:
+        return {"per_s": 1.0, "cpu_s": 1.0, "handled": count, "out_of_order": 0}
 
 
 @pytest.fixture
@@ -104,13 +125,17 @@ def test_the_table_shows_figures_and_names_what_was_left_out_with_its_reason() -
     rows = [
         PeerRow(name="kept", messages=100, publish_per_s=12_345.6, p50_ms=1.25, ordered=100, stored="on disk"),
         PeerRow(name="loose", ordered=1_000, out_of_order=312),
+        PeerRow(name="free", ordered=1_000, out_of_order=7, promises_order=False),
+        PeerRow(name="lucky", ordered=1_000, promises_order=False),
         PeerRow(name="gone", skipped="no server"),
     ]
     lines = table(rows).splitlines()
-    assert "| kept | 12,346 | - | 1.2 | - | kept | - | on disk |" in lines[2]
-    assert "312 of 1,000 early" in lines[3]
+    assert "| kept | 100 | 12,346 | - | 1.2 | - | kept | - | on disk |" in lines[2]
+    assert "| 312 of 1,000 early |" in lines[3]
+    assert "| not promised: 7 of 1,000 early |" in lines[4]
+    assert "| not promised |" in lines[5]
     assert lines[-1] == "Left out: gone: no server"
-    assert table(rows[2:]) == "Left out: gone: no server"
+    assert table(rows[4:]) == "Left out: gone: no server"
 
 
 def test_a_system_that_cant_be_had_is_left_out_with_its_reason(ground: Ground) -> None:
@@ -119,6 +144,14 @@ def test_a_system_that_cant_be_had_is_left_out_with_its_reason(ground: Ground) -
 
 def test_a_system_whose_client_fails_is_left_out_with_its_last_words(ground: Ground) -> None:
     assert "no way" in measure(BrokenPeer(), ground, 100).skipped
+
+
+def test_a_system_that_is_too_slow_for_the_number_asked_for_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AbsentPeer, "most_messages", 200)
+    for asked, given in ((100, 100), (1_000, 200)):
+        clients = FakeClients()
+        assert runner.figures(clients, asked).messages == given  # type: ignore[arg-type]
+        assert clients.published["rates"] == given
 
 
 def test_a_client_without_figures_is_killed_in_time(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +172,18 @@ def test_packages_that_are_there_are_used_and_their_failures_have_a_reason(tmp_p
     packages.remove()
     with pytest.raises(PeerMissing, match="FileNotFoundError"):
         packages.answer("print(1)")
+
+
+def test_packages_of_npm_that_are_there_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    packages = NodePackages("small", ("one",), tmp_path)
+    with pytest.raises(PeerMissing, match="npm: FileNotFoundError"):
+        packages.ensure()
+    (packages.place / "packages").write_text("one")
+    packages.ensure()
+    (packages.place / "node_modules" / "one").mkdir(parents=True)
+    (packages.place / "node_modules" / "one" / "package.json").write_text('{"version": "3.2.1"}')
+    assert packages.version("one") == "3.2.1"
 
 
 def test_debians_packages_need_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
