@@ -17,7 +17,7 @@ from bench.registry import note
 
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="Systems; all without a name.")] = None,
-    messages: Annotated[int, typer.Option(min=100, help="Messages to publish and to consume.")] = 20_000,
+    messages: Annotated[int, typer.Option(min=100, help="Messages to publish and to consume.")] = 50_000,
     fresh: Annotated[bool, typer.Option("--fresh", help="Install the newest packages anew.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Only one JSON object per system.")] = False,
 ) -> None:

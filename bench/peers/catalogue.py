@@ -7,6 +7,7 @@ from typing import Final
 from bench.peers.bullmq_jobs import BullmqJobs
 from bench.peers.celery_tasks import CeleryTasks
 from bench.peers.dramatiq_actors import DramatiqActors
+from bench.peers.kafka_protocol import KafkaProtocol
 from bench.peers.mqlayer_paths import MqlayerDirect, MqlayerOutbox
 from bench.peers.nats_jetstream import NatsJetstream
 from bench.peers.peer import Peer
@@ -22,6 +23,7 @@ PEERS: Final[tuple[Peer, ...]] = (
     RawStreams(),
     NatsJetstream(),
     RabbitmqQuorum(),
+    KafkaProtocol(),
     CeleryTasks(),
     DramatiqActors(),
     BullmqJobs(),

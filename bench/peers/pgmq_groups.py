@@ -29,6 +29,7 @@ class PgmqGroups(Peer):
     stored = STORED_IN_POSTGRES
     in_postgres = True
     shape = "8 readers; a group (the key) has one at a time"
+    most_messages = 20_000
     sources = (
         "https://github.com/pgmq/pgmq/blob/main/docs/fifo-queues.md",
         "https://github.com/pgmq/pgmq/blob/main/INSTALLATION.md",

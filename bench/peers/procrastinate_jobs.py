@@ -26,7 +26,7 @@ class ProcrastinateJobs(Peer):
     stored = STORED_IN_POSTGRES
     in_postgres = True
     shape = "one queue, 8 jobs at once; a lock (the key) has one at a time"
-    most_messages = 5_000
+    most_messages = 2_000
     sources = (
         "https://procrastinate.readthedocs.io/en/stable/howto/advanced/locks.html",
         "https://procrastinate.readthedocs.io/en/stable/howto/production/delete_finished_jobs.html",

@@ -33,6 +33,7 @@ class RabbitmqQuorum(Peer):
     packages = ("aio-pika",)
     stored = "in the synced log of a quorum queue with one member"
     shape = "8 quorum queues, a single active consumer each; keys divided by the application"
+    most_messages = 20_000
     sources = (
         "https://www.rabbitmq.com/docs/quorum-queues",
         "https://www.rabbitmq.com/docs/consumers#single-active-consumer",
