@@ -15,6 +15,7 @@ from bench.peers.redis_servers import PERSISTENCE, STORED_IN_REDIS, one_redis
 if TYPE_CHECKING:
     from bench.peers.ground import Ground
 
+MODULES = ("bullmq", "ioredis")
 CLIENT = Path(__file__).with_name("bullmq_client.cjs")
 
 
@@ -37,7 +38,7 @@ class BullmqJobs(Peer):
     def serve(self, ground: Ground) -> Iterator[PeerServers]:
         if shutil.which("node") is None or shutil.which("npm") is None:
             raise PeerMissing("needs node and npm in PATH")
-        modules = ground.node_packages(self, ("bullmq",))
+        modules = ground.node_packages(self, MODULES)
         modules.ensure()
         node = ground.version_of(Path("node"), "--version")
         with one_redis(ground) as servers:
@@ -50,4 +51,4 @@ class BullmqJobs(Peer):
         raise NotImplementedError
 
     def client(self, ground: Ground) -> list[str | Path]:
-        return ["node", CLIENT, ground.node_packages(self, ("bullmq",)).place]
+        return ["node", CLIENT, ground.node_packages(self, MODULES).place]

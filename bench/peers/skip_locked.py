@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 READ = 100
 POLL_S = 0.01
-INSERT = "INSERT INTO {} (key, body) SELECT * FROM unnest(%s::text[], %s::bytea[])"
+INSERT = 'INSERT INTO "{}" (key, body) SELECT * FROM unnest(%s::text[], %s::bytea[])'
 TAKE = """
-    DELETE FROM {0} WHERE id = ANY (ARRAY(SELECT id FROM {0} ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED))
+    DELETE FROM "{0}" WHERE id = ANY (ARRAY(SELECT id FROM "{0}" ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED))
     RETURNING id, body
 """
 
@@ -40,7 +40,7 @@ class SkipLocked(Peer):
         dsn = ground.new_database()
         with psycopg.connect(dsn, autocommit=True) as connection:
             for queue in QUEUES:
-                table = f"{queue} (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, key text, body bytea)"
+                table = f'"{queue}" (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, key text, body bytea)'
                 connection.execute(f"CREATE TABLE {table}".encode())
         yield PeerServers(dsn, ground.pids(ground.postgres()), ground.postgres_version())
 
