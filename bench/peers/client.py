@@ -69,15 +69,16 @@ def consume(peer: Peer, url: str, queue: str, count: int, pause_ms: float) -> No
         handler.began.wait()
         say("began")
         handler.done.wait()
-        counted = handler.latencies_ns[int(count * WARM_UP_SHARE) :]
+        used_s, handled = used_cpu_s() - cpu_s, handler.judged()
+        counted = handled.latencies_ns[int(count * WARM_UP_SHARE) :]
         figures = {
-            "per_s": handler.per_second(),
-            "cpu_s": used_cpu_s() - cpu_s,
+            "per_s": handled.per_s,
+            "cpu_s": used_s,
             "p50_ms": quantile_ms(counted, 0.5),
             "p99_ms": quantile_ms(counted, 0.99),
-            "out_of_order": handler.out_of_order,
-            "repeated": handler.repeated,
-            "handled": len(handler.latencies_ns),
+            "out_of_order": handled.out_of_order,
+            "repeated": handled.repeated,
+            "handled": len(handled.latencies_ns),
         }
         stopped.wait(STOP_WITHIN_S)
         say(json.dumps(figures))

@@ -13,6 +13,9 @@ BODY_BYTES: Final = 256
 KEYS: Final = 1_000
 BATCH: Final = 500
 HANDLERS: Final = 8
+# The key and the number within it.
+IDENTITY_BYTES: Final = 15
+ENDED: Final = 0
 # A process that stops reports within this time, or is killed.
 STOP_WITHIN_S: Final = 20.0
 
@@ -36,61 +39,74 @@ def keyed_bodies(first: int, last: int, keys: int) -> list[KeyedBody]:
     return [keyed_body(number, keys, now_ns) for number in range(first, last)]
 
 
-class CheckedHandler:
-    """The handler: it notes times, order and repetitions, and `done` once each of `expected` messages has come.
+class Handled(NamedTuple):
+    """What a handler saw: each message's first latency in the order of arrival, and what was wrong."""
 
-    A message is out of order where its key's last ended one is not the one before it. `pause_ms`: the longest time
-    that a message takes. Any thread may call it.
+    latencies_ns: list[int]
+    per_s: float
+    out_of_order: int
+    repeated: int
+
+
+class CheckedHandler:
+    """The handler: it notes when messages begin and end, and is `done` once each of `expected` messages has come.
+
+    `pause_ms`: the longest time that a message takes. Any thread may call it: its notes need no lock, which would
+    make threads wait for each other, and all that can wait is computed by `judged`.
     """
 
     def __init__(self, expected: int, *, pause_ms: float = 0.0) -> None:
         self.done, self.began = threading.Event(), threading.Event()
-        self.out_of_order = self.repeated = 0
-        self.latencies_ns: list[int] = []
-        self.first_ns = self.last_ns = 0
         self._expected, self._pause_ms = expected, pause_ms
-        self._seen: set[tuple[int, int]] = set()
-        self._ended: dict[int, int] = {}
-        self._lock = threading.Lock()
+        self._ended: set[bytes | str] = set()
+        self._notes: list[tuple[int, bytes | str]] = []
         self._random = random.Random(7)
 
     def __call__(self, body: bytes | str) -> None:
         """Handle a message in this thread."""
-        key, seq = self._begin(body)
+        self._begin(body)
         if self._pause_ms:
             time.sleep(self._random.uniform(0, self._pause_ms) / 1e3)
-        self._end(key, seq)
+        self._end(body)
 
     async def handle(self, body: bytes | str) -> None:
         """Handle a message in this task."""
-        key, seq = self._begin(body)
+        self._begin(body)
         if self._pause_ms:
             await asyncio.sleep(self._random.uniform(0, self._pause_ms) / 1e3)
-        self._end(key, seq)
+        self._end(body)
 
-    def _begin(self, body: bytes | str) -> tuple[int, int]:
-        key, seq, sent_ns = (int(part) for part in body.split(None, 3)[:3])
-        with self._lock:
-            self.last_ns = time.monotonic_ns()
-            self.first_ns = self.first_ns or self.last_ns
+    def _begin(self, body: bytes | str) -> None:
+        self._notes.append((time.monotonic_ns(), body))
+        if len(self._notes) == 1:
             self.began.set()
-            if (key, seq) in self._seen:
-                self.repeated += 1
+
+    def _end(self, body: bytes | str) -> None:
+        self._notes.append((ENDED, body))
+        self._ended.add(body[:IDENTITY_BYTES])
+        if len(self._ended) >= self._expected:
+            self.done.set()
+
+    def judged(self) -> Handled:
+        """Return what was seen so far. A message is out of order where its key's last ended one is not the former."""
+        latencies_ns: list[int] = []
+        times_ns: list[int] = []
+        out_of_order = repeated = 0
+        seen: set[tuple[int, int]] = set()
+        last: dict[int, int] = {}
+        for at_ns, body in self._notes:
+            key, seq, sent_ns = (int(part) for part in body.split(None, 3)[:3])
+            if at_ns == ENDED:
+                last[key] = max(seq, last.get(key, -1))
+            elif (key, seq) in seen:
+                repeated += 1
             else:
-                self._seen.add((key, seq))
-                self.latencies_ns.append(self.last_ns - sent_ns)
-                self.out_of_order += self._ended.get(key, -1) != seq - 1
-        return key, seq
-
-    def _end(self, key: int, seq: int) -> None:
-        with self._lock:
-            self._ended[key] = max(seq, self._ended.get(key, -1))
-            if len(self._seen) >= self._expected:
-                self.done.set()
-
-    def per_second(self) -> float:
-        """Return the rate between the first and the last message."""
-        return max(0, len(self._seen) - 1) / max(1e-9, (self.last_ns - self.first_ns) / 1e9)
+                seen.add((key, seq))
+                times_ns.append(at_ns)
+                latencies_ns.append(at_ns - sent_ns)
+                out_of_order += last.get(key, -1) != seq - 1
+        per_s = (len(seen) - 1) / max(1e-9, (times_ns[-1] - times_ns[0]) / 1e9) if times_ns else 0.0
+        return Handled(latencies_ns, per_s, out_of_order, repeated)
 
 
 def quantile_ms(latencies_ns: Sequence[int], share: float) -> float:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -95,10 +96,10 @@ def test_the_handler_is_done_with_each_message_once_and_counts_repetitions() -> 
     handler = CheckedHandler(3)
     for number in (0, 1, 1, 0):
         handler(keyed_body(number, 3, 0).body)
-    assert (handler.repeated, handler.done.is_set()) == (2, False)
+    assert (handler.judged().repeated, handler.done.is_set()) == (2, False)
     handler(keyed_body(2, 3, 0).body.decode())
     assert handler.done.is_set()
-    assert handler.out_of_order == 0
+    assert handler.judged().out_of_order == 0
 
 
 def test_a_message_that_begins_before_its_keys_former_one_has_ended_is_out_of_order() -> None:
@@ -109,11 +110,22 @@ def test_a_message_that_begins_before_its_keys_former_one_has_ended_is_out_of_or
     handler.began.wait()
     handler(second)
     beside.join()
-    assert handler.out_of_order == 1
+    assert handler.judged().out_of_order == 1
     handler(fourth)
     handler(third)
     # One too early, one too late.
-    assert handler.out_of_order == 3
+    assert handler.judged().out_of_order == 3
+
+
+def test_latencies_run_from_the_time_in_the_body_to_the_begin_of_the_handler() -> None:
+    handler, now_ns = CheckedHandler(2), time.monotonic_ns()
+    handler(keyed_body(0, 1, now_ns - 5_000_000).body)
+    handler(keyed_body(1, 1, now_ns).body)
+    first, second = handler.judged().latencies_ns
+    assert 5_000_000 <= first <= time.monotonic_ns() - now_ns + 5_000_000
+    assert 0 <= second <= time.monotonic_ns() - now_ns
+    assert handler.judged().per_s > 0
+    assert CheckedHandler(1).judged().per_s == 0
 
 
 def test_quantiles_are_of_sorted_times_in_ms() -> None:
