@@ -15,7 +15,7 @@ import time
 from typing import Any, Final
 
 from bench.peers.catalogue import peer_named
-from bench.peers.load import BATCH, STOP_WITHIN_S, CheckedHandler, keyed_bodies, keyed_body, quantile_ms
+from bench.peers.load import BATCH, STOP_WITHIN_S, CheckedHandler, keyed_bodies, keyed_body, quantile_ms, usual_ms
 from bench.peers.peer import Peer
 
 RATE_PER_S: Final = 500
@@ -74,8 +74,9 @@ def consume(peer: Peer, url: str, queue: str, count: int, pause_ms: float) -> No
         figures = {
             "per_s": handled.per_s,
             "cpu_s": used_s,
-            "p50_ms": quantile_ms(counted, 0.5),
-            "p99_ms": quantile_ms(counted, 0.99),
+            "p50_ms": usual_ms(counted, 0.5),
+            "p99_ms": usual_ms(counted, 0.99),
+            "worst_ms": quantile_ms(counted, 1.0),
             "out_of_order": handled.out_of_order,
             "repeated": handled.repeated,
             "handled": len(handled.latencies_ns),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 import threading
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ HANDLERS: Final = 8
 # The key and the number within it.
 IDENTITY_BYTES: Final = 15
 ENDED: Final = 0
+PARTS: Final = 5
 # A process that stops reports within this time, or is killed.
 STOP_WITHIN_S: Final = 20.0
 
@@ -113,6 +115,13 @@ def quantile_ms(latencies_ns: Sequence[int], share: float) -> float:
     """Return a quantile in ms; NaN of nothing."""
     ordered = sorted(latencies_ns)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] / 1e6 if ordered else float("nan")
+
+
+def usual_ms(latencies_ns: Sequence[int], share: float) -> float:
+    """Return the median of a quantile over five parts of a run in ms, so that one pause of the disk decides nothing."""
+    size = max(1, -(-len(latencies_ns) // PARTS))
+    parts = [latencies_ns[first : first + size] for first in range(0, len(latencies_ns), size)]
+    return statistics.median(quantile_ms(part, share) for part in parts) if parts else float("nan")
 
 
 def part_of(key: str, parts: int = HANDLERS) -> int:

@@ -15,6 +15,7 @@ HEAD: Final = (
     "consume, msg/s",
     "p50, ms",
     "p99, ms",
+    "worst, ms",
     "order of a key",
     "CPU s per million",
     "stored means",
@@ -32,6 +33,7 @@ class PeerRow(msgspec.Struct, frozen=True, kw_only=True):
     consume_per_s: float = math.nan
     p50_ms: float = math.nan
     p99_ms: float = math.nan
+    worst_ms: float = math.nan
     ordered: int = 0
     out_of_order: int = 0
     promises_order: bool = True
@@ -59,6 +61,7 @@ def cells(row: PeerRow) -> tuple[str, ...]:
         number(row.consume_per_s),
         number(row.p50_ms, digits=1),
         number(row.p99_ms, digits=1),
+        number(row.worst_ms),
         order_of(row),
         number(row.cpu_s_per_million),
         row.stored,

@@ -64,6 +64,7 @@ def figures(clients: SystemClients, messages: int) -> PeerRow:
         consume_per_s=consumed["per_s"],
         p50_ms=paced["p50_ms"],
         p99_ms=paced["p99_ms"],
+        worst_ms=paced["worst_ms"],
         ordered=ordered["handled"],
         out_of_order=ordered["out_of_order"],
         promises_order=peer.promises_order,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from bench.peers import __main__ as program
 from bench.peers import catalogue, client, runner
 from bench.peers.catalogue import PEERS
 from bench.peers.ground import Ground
-from bench.peers.load import BODY_BYTES, CheckedHandler, keyed_bodies, keyed_body, part_of, quantile_ms
+from bench.peers.load import BODY_BYTES, CheckedHandler, keyed_bodies, keyed_body, part_of, quantile_ms, usual_ms
 from bench.peers.packages import NodePackages, PythonPackages, cache_place, unpacked_debian
 from bench.peers.peer import Peer, PeerMissing, PeerServers
 from bench.peers.processor_time import used_by
@@ -73,7 +74,7 @@ class FakeClients:
         return count
 
     def paced(self, count: int) -> dict[str, Any]:
-        return {"p50_ms": 1.0, "p99_ms": 2.0}
+        return {"p50_ms": 1.0, "p99_ms": 2.0, "worst_ms": 3.0}
 
     def result(self, count: int) -> dict[str, Any]:
         return {"per_s": 1.0, "cpu_s": 1.0, "handled": count, "out_of_order": 0}
@@ -133,16 +134,25 @@ def test_quantiles_are_of_sorted_times_in_ms() -> None:
     assert quantile_ms([1_000_000], 0.99) == 1.0
 
 
+def test_one_pause_decides_no_quantile_of_a_run() -> None:
+    calm, paused = [1_000_000] * 100, [1_000_000] * 50 + [90_000_000] * 50
+    assert usual_ms(calm * 4 + paused, 0.99) == 1.0
+    assert usual_ms(paused * 3 + calm * 2, 0.99) == 90.0
+    assert math.isnan(usual_ms([], 0.99))
+
+
 def test_the_table_shows_figures_and_names_what_was_left_out_with_its_reason() -> None:
     rows = [
-        PeerRow(name="kept", messages=100, publish_per_s=12_345.6, p50_ms=1.25, ordered=100, stored="on disk"),
+        PeerRow(
+            name="kept", messages=100, publish_per_s=12_345.6, p50_ms=1.25, worst_ms=9.1, ordered=100, stored="on disk"
+        ),
         PeerRow(name="loose", ordered=1_000, out_of_order=312),
         PeerRow(name="free", ordered=1_000, out_of_order=7, promises_order=False),
         PeerRow(name="lucky", ordered=1_000, promises_order=False),
         PeerRow(name="gone", skipped="no server"),
     ]
     lines = table(rows).splitlines()
-    assert "| kept | 100 | 12,346 | - | 1.2 | - | kept | - | on disk |" in lines[2]
+    assert "| kept | 100 | 12,346 | - | 1.2 | - | 9 | kept | - | on disk |" in lines[2]
     assert "| 312 of 1,000 early |" in lines[3]
     assert "| not promised: 7 of 1,000 early |" in lines[4]
     assert "| not promised |" in lines[5]
