@@ -26,7 +26,7 @@ class BullmqJobs(Peer):
     stored = STORED_IN_REDIS
     shape = "one queue, a worker with 8 jobs at once"
     promises_order = False
-    most_messages = 20_000
+    most_messages = 5_000
     sources = (
         "https://docs.bullmq.io/guide/queues/adding-bulks",
         "https://docs.bullmq.io/guide/workers/concurrency",

@@ -25,7 +25,7 @@ class CeleryTasks(Peer):
     stored = STORED_IN_REDIS
     shape = "one queue, 8 threads"
     promises_order = False
-    most_messages = 5_000
+    most_messages = 2_000
     sources = (
         "https://docs.celeryq.dev/en/stable/userguide/optimizing.html",
         "https://docs.celeryq.dev/en/stable/getting-started/backends-and-brokers/redis.html",

@@ -25,7 +25,7 @@ class DramatiqActors(Peer):
     stored = STORED_IN_REDIS
     shape = "one queue, 8 threads"
     promises_order = False
-    most_messages = 20_000
+    most_messages = 5_000
     sources = (
         "https://dramatiq.io/advanced.html",
         "https://redis.io/docs/latest/integrate/dramatiq/",

@@ -23,7 +23,7 @@ from bench.registry import note
 
 ROOT: Final = Path(__file__).parents[2]
 PATIENCE_S: Final = 240.0
-MOST_PACED: Final = 5_000
+MOST_PACED: Final = 2_500
 MOST_ORDERED: Final = 1_000
 # Fewer keys than handlers, which take 0 to 20 ms: without order, messages of a key run beside each other.
 ORDER_KEYS: Final = 4
