@@ -51,10 +51,10 @@ class CeleryTasks(Peer):
     def consume(self, url: str, queue: str, handler: CheckedHandler) -> None:
         app = celery_app(url)
 
-        @app.task(name=TASK)
         def handle(body: str) -> None:
             handler(body)
 
+        app.task(name=TASK)(handle)
         state = client_module("celery.worker.state")
 
         def stop() -> None:

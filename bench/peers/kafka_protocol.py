@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.peers.load import HANDLERS, CheckedHandler, KeyedBody
@@ -36,7 +37,7 @@ class KafkaProtocol(Peer):
     def serve(self, ground: Ground) -> Iterator[PeerServers]:
         program, port = ground.client_path(self, PROGRAM), ground.free_port()
         address = f"127.0.0.1:{port}"
-        command = [program, "broker", "--listener-url", f"tcp://{address}", "--silent"]
+        command: list[str | Path] = [program, "broker", "--listener-url", f"tcp://{address}", "--silent"]
         command += ["--advertised-listener-url", f"tcp://{address}", "--storage-engine", "memory://tansu/"]
         with ground.running(command, port) as server:
             for queue in QUEUES:

@@ -7,6 +7,7 @@ import json
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.peers.load import HANDLERS, CheckedHandler, KeyedBody
@@ -41,7 +42,8 @@ class NatsJetstream(Peer):
         configuration = directory / "nats.conf"
         store = json.dumps(str(directory / "store"))
         configuration.write_text(f"jetstream {{ store_dir: {store}, sync_interval: always }}\n")
-        command = [program, "-a", "127.0.0.1", "-p", str(port), "-c", configuration, "-l", directory / "nats.log"]
+        command: list[str | Path] = [program, "-a", "127.0.0.1", "-p", str(port)]
+        command += ["-c", configuration, "-l", directory / "nats.log"]
         with ground.running(command, port) as server:
             server_version = ground.version_of(program, "--version").rpartition(" ")[2]
             versions = f"nats-server {server_version}, {ground.client_version(self, 'nats-py')}"

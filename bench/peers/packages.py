@@ -79,7 +79,7 @@ class NodePackages:
             return
         shutil.rmtree(self.place, ignore_errors=True)
         self.place.mkdir(parents=True)
-        options = ["--prefix", self.place, "--ignore-scripts", "--no-audit", "--no-fund", "--silent"]
+        options: list[str | Path] = ["--prefix", self.place, "--ignore-scripts", "--no-audit", "--no-fund", "--silent"]
         ran(["npm", "install", *options, *self._packages])
         self._stamp.write_text(wanted)
 

@@ -34,10 +34,8 @@ class AbsentPeer(Peer):
 
     name, stored, shape = "absent", "nowhere", "none"
 
-    @contextmanager
-    def serve(self, ground: Ground) -> Iterator[PeerServers]:
+    def serve(self, ground: Ground) -> AbstractContextManager[PeerServers]:
         raise PeerMissing("no such server here")
-        yield
 
     def publisher(self, url: str, queue: str) -> AbstractContextManager[Any]:
         raise NotImplementedError
