@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from typing import Annotated
 
 import msgspec
@@ -42,4 +44,6 @@ def main(
 
 
 if __name__ == "__main__":
+    # Its servers end with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     typer.run(main)
