@@ -41,7 +41,7 @@ def keyed_bodies(first: int, last: int, keys: int) -> list[KeyedBody]:
     return [keyed_body(number, keys, now_ns) for number in range(first, last)]
 
 
-class Handled(NamedTuple):
+class HandlerNotes(NamedTuple):
     """What a handler saw: each message's first latency in the order of arrival, and what was wrong."""
 
     latencies_ns: list[int]
@@ -89,7 +89,7 @@ class CheckedHandler:
         if len(self._ended) >= self._expected:
             self.done.set()
 
-    def judged(self) -> Handled:
+    def judged(self) -> HandlerNotes:
         """Return what was seen so far. A message is out of order where its key's last ended one is not the former."""
         latencies_ns: list[int] = []
         times_ns: list[int] = []
@@ -108,7 +108,7 @@ class CheckedHandler:
                 latencies_ns.append(at_ns - sent_ns)
                 out_of_order += last.get(key, -1) != seq - 1
         per_s = (len(seen) - 1) / max(1e-9, (times_ns[-1] - times_ns[0]) / 1e9) if times_ns else 0.0
-        return Handled(latencies_ns, per_s, out_of_order, repeated)
+        return HandlerNotes(latencies_ns, per_s, out_of_order, repeated)
 
 
 def quantile_ms(latencies_ns: Sequence[int], share: float) -> float:
