@@ -70,7 +70,7 @@ class KafkaProtocol(Peer):
 
         def read(part: int) -> None:
             consumer = kafka.Consumer(
-                {"bootstrap.servers": url, "group.id": "bench", "enable.auto.commit": False, "fetch.wait.max.ms": 100}
+                {"bootstrap.servers": url, "group.id": "bench", "enable.auto.commit": False, "fetch.wait.max.ms": 10}
             )
             consumer.assign([kafka.TopicPartition(queue, part, 0)])
             while not handler.done.is_set():
