@@ -40,7 +40,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """One measured step.
 
     Rates are messages per second, of consumption over all groups. `publish_cpu_us`, `consume_cpu_us`: processor time
-    per message or delivery, by part. `cores`: processors in use while messages were consumed, by part.
+    per message or delivery, by part. `cores`: processors in use while messages were consumed, by part. `p99_ms`: the
+    median of five successive parts.
     """
 
     setup: Setup
