@@ -10,11 +10,12 @@ from typing import Final
 
 from bench.growth.curves import PLANS, Plan
 from bench.growth.measure import measure
-from bench.growth.points import Curve, Point, Series, keep_curve
+from bench.growth.points import Curve, Point, Series, Setup, keep_curve
 from bench.registry import Line, bench, note
 from bench.stage import Stage
 
 WANTED: Final = tuple(name for name in os.environ.get("BENCH_CURVES", "").split(",") if name) or tuple(PLANS)
+WARM_UP: Final = 10_000
 FILE: Final = os.environ.get("BENCH_FILE", "")
 
 
@@ -28,6 +29,8 @@ def scale(stage: Stage) -> Iterator[Line]:
     unknown = [name for name in WANTED if name not in PLANS]
     if unknown:
         raise ValueError(f"no curve {', '.join(unknown)}; there are: {', '.join(PLANS)}")
+    # Servers that have just started are slower.
+    measure(stage, Setup(messages=WARM_UP))
     for name in WANTED:
         note(f"  {name}")
         yield from curve_of(stage, PLANS[name])
