@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from bench.growth.curves import PLANS, Plan
+from bench.growth.curves import LONG, PLANS, Plan
 from bench.growth.measure import measure
 from bench.growth.points import Curve, Point, Series, Setup, keep_curve
 from bench.registry import Line, bench, note
@@ -24,8 +24,8 @@ def scale(stage: Stage) -> Iterator[Line]:
     """Messages per second that a producer publishes and processes consume out of a backlog, and p99 from publishing to
     the handler at a fixed rate, per step of each curve; the baseline is the curve's first step.
 
-    `BENCH_CURVES=nodes,keys` takes some of the curves, `BENCH_LONG=1` the steps of ten million too, and `BENCH_FILE`
-    names a JSON file that keeps the points: `python -m bench.growth` draws them."""
+    `BENCH_CURVES=nodes,keys` takes some of the curves, `BENCH_LONG=1` the steps of ten million too, `only` those
+    alone, and `BENCH_FILE` names a JSON file that keeps the points: `python -m bench.growth` draws them."""
     unknown = [name for name in WANTED if name not in PLANS]
     if unknown:
         raise ValueError(f"no curve {', '.join(unknown)}; there are: {', '.join(PLANS)}")
@@ -46,7 +46,7 @@ def curve_of(stage: Stage, plan: Plan) -> Iterator[Line]:
         points.append(point)
         step = f"{getattr(setup, plan.axis)}" + (f", {name}" if len(plan.series) > 1 else "")
         yield from lines(f"scale[{plan.name}={step}", point, points[0])
-    if FILE:
+    if FILE and series:
         curve = Curve(
             name=plan.name,
             axis=plan.axis,
@@ -56,7 +56,7 @@ def curve_of(stage: Stage, plan: Plan) -> Iterator[Line]:
             measured_at=time.strftime("%Y-%m-%d", began),
             load=round(load, 1),
         )
-        keep_curve(curve, Path(FILE))
+        keep_curve(curve, Path(FILE), add=LONG == "only")
 
 
 def lines(name: str, point: Point, first: Point) -> Iterator[Line]:

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import msgspec
 
-from bench.growth.points import Setup
+from bench.growth.points import LATE, Setup
 
-LONG: Final = os.environ.get("BENCH_LONG", "") not in ("", "0")
-"""Whether to take the steps of ten million keys and messages too: minutes each, and 4 GB of memory."""
+LONG: Final = os.environ.get("BENCH_LONG", "")
+"""Steps of ten million keys and messages, three minutes and 4 GB of memory each: none, `1` those too, `only` those."""
 BYTES: Final = 200_000_000
 """Of all bodies of a step."""
 
@@ -29,10 +29,15 @@ class Plan:
     series: dict[str, Setup] = field(default_factory=lambda: {"messages": Setup()})
     fit: Callable[[Setup], dict[str, Any]] = lambda _: {}
 
+    def wanted(self, long: str) -> Sequence[int]:
+        """Return the steps to take."""
+        usual = () if long == "only" else self.steps
+        return (*usual, *(self.long_steps if long else ()))
+
     def setups(self) -> Iterator[tuple[str, Setup]]:
         """Yield the configurations with the names of their series."""
         for name, first in self.series.items():
-            for step in (*self.steps, *(self.long_steps if LONG else ())):
+            for step in self.wanted(LONG):
                 setup = msgspec.structs.replace(first, **{self.axis: step})
                 yield name, msgspec.structs.replace(setup, **self.fit(setup))
 
@@ -67,7 +72,7 @@ PLANS: Final = {
             "keys",
             (100, 1_000, 10_000, 100_000, 1_000_000),
             (10_000_000,),
-            fit=lambda setup: {"messages": max(100_000, setup.keys)},
+            fit=lambda setup: {"messages": max(100_000, setup.keys), "late_group": setup.keys > LATE},
         ),
         Plan(
             "bodies",

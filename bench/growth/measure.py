@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import redis
 
-from bench.growth.points import Point, Setup
+from bench.growth.points import LATE, Point, Setup
 from bench.lease_cost import postgres_cpu_s, stat_of
 from bench.processes import CONSUME, ConsumerGroup, consumer_group, wait_until
 from bench.registry import note
@@ -36,8 +36,6 @@ LEASE_S: Final = 60.0
 """Processes are stopped while messages are published; they keep their partitions."""
 TICK_S: Final = 0.01
 BODY_LIMIT: Final = 1_000_000
-LATE: Final = 1_000_000
-"""Above this many messages, processes start behind the publishing: a lease would end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,10 @@ CURVES_FILE: Final = Path(__file__).with_name("curves.json")
 """The measured curves that the documents show."""
 
 
+LATE: Final = 1_000_000
+"""Above this many messages, processes start behind the publishing: their leases would end meanwhile."""
+
+
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """One configuration.
 
@@ -79,7 +83,13 @@ def read_curves(path: Path = CURVES_FILE) -> dict[str, Curve]:
     return msgspec.json.decode(path.read_bytes(), type=dict[str, Curve]) if path.exists() else {}
 
 
-def keep_curve(curve: Curve, path: Path) -> None:
-    """Put a curve into the file in place of the former one of its name."""
-    kept = read_curves(path) | {curve.name: curve}
+def keep_curve(curve: Curve, path: Path, *, add: bool = False) -> None:
+    """Put a curve into the file in place of the former one of its name, or add its points to that one."""
+    kept = read_curves(path)
+    if add and curve.name in kept:
+        for former, series in zip(kept[curve.name].series, curve.series, strict=True):
+            new = {getattr(point.setup, curve.axis) for point in series.points}
+            former.points = [p for p in former.points if getattr(p.setup, curve.axis) not in new] + series.points
+    else:
+        kept[curve.name] = curve
     path.write_bytes(msgspec.json.format(msgspec.json.encode(dict(sorted(kept.items()))), indent=1) + b"\n")

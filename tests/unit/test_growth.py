@@ -94,6 +94,20 @@ def test_a_curve_takes_the_place_of_the_one_of_its_name(tmp_path: Path) -> None:
     assert {name: one.series[0].points[0].publish for name, one in read_curves(file).items()} == {"nodes": 3, "keys": 2}
 
 
+def test_points_of_long_steps_are_added_to_those_of_the_usual_ones(tmp_path: Path) -> None:
+    file = tmp_path / "curves.json"
+    keep_curve(curve(point(1, 1, 1), point(2, 2, 2)), file, add=True)
+    keep_curve(curve(point(2, 5, 5), point(8, 8, 8)), file, add=True)
+    assert [one.publish for one in read_curves(file)["nodes"].series[0].points] == [1, 5, 8]
+
+
+def test_long_steps_are_taken_on_demand() -> None:
+    plan = PLANS["backlog"]
+    assert plan.wanted("") == plan.steps
+    assert plan.wanted("1") == (*plan.steps, *plan.long_steps)
+    assert plan.wanted("only") == plan.long_steps == (10_000_000,)
+
+
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 0.051), (0.99, 0.1), (1.0, 0.1)])
 def test_a_quantile_is_a_latency_that_was_seen(share: float, expected: float) -> None:
     assert quantile(range(1, 101), share) == expected
