@@ -47,7 +47,7 @@ def path_costs(stage: Stage) -> Iterator[Line]:
 def lines(name: str, count: int, used_s: dict[str, float]) -> Iterator[Line]:
     """Return a line per part."""
     for part, seconds in used_s.items():
-        yield alone(f"path_costs[{name}, {part}]", seconds / count * 1e6, "us")
+        yield alone(f"path_costs[{name}, {part}]", seconds / count * 1e6, "us per message")
 
 
 def measured(system: System, work: Work) -> dict[str, float]:

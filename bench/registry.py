@@ -7,7 +7,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -25,6 +25,22 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float | None
     target: float | None
 
+
+Direction = Literal["higher", "lower", "neither"]
+
+BETTER: Final[dict[str, Direction]] = {
+    **dict.fromkeys(
+        ("MB/s", "messages/s", "msg/s", "msg/s at the end", "records/s", "rows/s", "transactions/s"), "higher"
+    ),
+    **dict.fromkeys(
+        ("ms", "ms longest gap", "ms longest pause", "ms p50", "ms p95", "ms p99", "s", "us per message"), "lower"
+    ),
+    **dict.fromkeys(("B", "MB", "MB at most", "MB peak", "connections"), "lower"),
+    # Work that the same members make: by the second, as it comes from their heartbeats.
+    **dict.fromkeys(("CPU s/s", "heartbeats", "in 1,000 stop", "kB/s", "statements/s"), "lower"),
+    **dict.fromkeys(("1/s", "changes"), "neither"),
+}
+"""By unit: which figures are better. A ratio to a baseline of that unit goes the same way."""
 
 Bench = Callable[[Stage], Iterator[Line]]
 

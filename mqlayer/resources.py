@@ -25,9 +25,8 @@ def lua_names() -> list[str]:
     return sorted(entry.name[:-4] for entry in (files("mqlayer") / "lua").iterdir() if entry.name.endswith(".lua"))
 
 
-@cache
 def sql_source(path: str) -> str:
-    """Return ``sql/<path>``."""
+    """Return ``sql/<path>``, read anew."""
     return (files("mqlayer") / "sql").joinpath(*path.split("/")).read_text(encoding="utf-8")
 
 

@@ -17,7 +17,7 @@ PRODUCER_CALL_US: Final = 40.0
 NODE_CALL_US: Final = 80.0
 APPEND_MOST: Final = 500
 PUBLISHED_AT_ONCE: Final = 10_000
-"""Messages in one call of `send_many`, or under way in a relay."""
+"""Messages in one call that publishes, or under way in a relay."""
 SYNC_US: Final = 390.0
 """Time, not processor time, of a write to the file with `appendfsync always`: `pop`."""
 

@@ -83,6 +83,11 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
     "problems": CommandSource(
         "problems", LOOK, "Show present problems with their beginning, effect and help; or those that ended."
     ),
+    "size": CommandSource(
+        "size",
+        LOOK,
+        "Compute nodes, processes, memory, disk and connections for a load, by measured figures.",
+    ),
     "verify": CommandSource(
         "doctor",
         LOOK,

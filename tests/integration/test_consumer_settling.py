@@ -5,19 +5,22 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from typing import Any
 
 import pytest
 
 from mqlayer import Context
+from mqlayer.consuming.ordered import settler
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
 from mqlayer.domain.message import Record
 from mqlayer.domain.offsets import OffsetRange
 from mqlayer.domain.routing import lp_of
-from mqlayer.errors import AlreadyApplied, StaleOwner
+from mqlayer.errors import AlreadyApplied, StaleOwner, StoreUnavailable
 from mqlayer.failpoints import arm, disarm_all
 from mqlayer.groups.members import join
 from mqlayer.logs import event_of
 from mqlayer.postgres.queries import query
+from mqlayer.redis.node_connection import Command
 from mqlayer.redis.partition_scripts import (
     Fenced,
     LockHolder,
@@ -30,6 +33,7 @@ from mqlayer.redis.partition_scripts import (
     attempt_reply,
     failures_of,
     fence_command,
+    recount_command,
     release_command,
     settle_command,
     settle_reply,
@@ -517,3 +521,27 @@ def test_locks_offsets_and_attempts_survive_a_restart_of_their_node(
     noted = stage.redis.hget(keys.attempts.decode(), "1")
     assert isinstance(noted, bytes)
     assert failures_of(noted).attempts == 2
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["recounted", "a recount fails"])
+def test_a_settlement_of_offsets_that_the_node_does_not_know_is_made_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
+    """An append that was cut off left its record, but not its number."""
+    partition = stage.partitions[0]
+    [key] = keys_of(stage, partition, 1)
+    stage.send([(key, b"1")])
+    stage.redis.hincrby(stage.keys(partition).meta, "next", -1)
+    failures = [StoreUnavailable("node", "planned")] if fails else []
+
+    def recount(*arguments: Any) -> Command:
+        if failures:
+            raise failures.pop()
+        return recount_command(*arguments)
+
+    monkeypatch.setattr(settler, "recount_command", recount)
+    recorder = Recorder()
+    stage.consume(recorder)
+    wait_until(lambda: stage.position(partition) == (2, 2), timeout_s=20, what="it is settled")
+    assert not failures
+    assert set(recorder.bodies()) == {b"1"}

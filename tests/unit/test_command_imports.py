@@ -71,6 +71,7 @@ PARTS: Final[dict[str, set[str]]] = {
     "analytics": {"archive"},
     "doctor": {"doctor", *JOBS},
     "problems": set(),
+    "size": set(),
     "nodes": {"autopilot", "groups", "inspect", "routes"},
     "topics": {"archive", "inspect", *FAILURES},
     "routes": {"autopilot", "groups", "inspect", "routes"},

@@ -43,6 +43,10 @@ OPTIONS: Final[dict[str, str]] = {
     "analytics": "JOB --snapshot --topic --out --html --partitions --split-report --method --conf --json",
     "doctor": "--all --json",
     "problems": "--ended --hours --json",
+    "size":
+        "--rate --body --stop-hours --handler-ms --concurrency --groups --process-consumers --process-rate "
+        "--node-rate --node-gb --relays --workers --producers --keys-per-week --inbox --archive-days "
+        "--parked-messages --failing-messages --json",
     "verify": "TOPIC --deep --json",
     "node register": "NAME URL --zone --replicas",
     "node list": "--json",

@@ -222,14 +222,19 @@ class Settler(NodeService):
         return replies
 
     def _lost(self, owned: OwnedPartition, answer: Fenced | Refused) -> None:
-        if isinstance(answer, Refused):
-            # Offsets that the node never assigned, or no such partition: it fell back. Nothing was changed.
-            facts = {"partition": owned.partition, "word": answer.status, "fact": answer.fact}
-            log.error("settling_refused", extra=facts)
-            if answer.status == "unknown":
-                # Or an append was cut off: recounting includes its records, which are then delivered again.
-                self._connection.call([recount_command(self._connection, owned.lock_holder.prefix, owned.partition)])
-        self._ownership.fenced(owned, "settle")
+        try:
+            if isinstance(answer, Refused):
+                self._refused(owned, answer)
+        finally:
+            # Its results are gone: without another epoch, they would stay unsettled.
+            self._ownership.fenced(owned, "settle")
+
+    def _refused(self, owned: OwnedPartition, answer: Refused) -> None:
+        # Offsets that the node never assigned, or no such partition: it fell back. Nothing was changed.
+        log.error("settling_refused", extra={"partition": owned.partition, "word": answer.status, "fact": answer.fact})
+        if answer.status == "unknown":
+            # Or an append was cut off: recounting includes its records, which are then delivered again.
+            self._connection.call([recount_command(self._connection, owned.lock_holder.prefix, owned.partition)])
 
     def _idle(self, owned: OwnedPartition) -> bool:
         if self._dispatcher.is_idle(owned) and not (owned.results or owned.attempts.unsent):

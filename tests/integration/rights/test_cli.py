@@ -52,6 +52,7 @@ OTHERS = {
     "revoke": "needs the right to migrate: see the tests of it below",
     "migrate": "needs the right to migrate: see the tests of it below",
     "init": "writes files",
+    "size": "asks no server",
     "up": "works on a directory, by the account",
     "down": "works on a directory, by the account",
     "status": "works on a directory, by the account",
