@@ -10,6 +10,7 @@ from typing import Final
 
 import pytest
 
+from bench import __main__ as program
 from bench.growth.points import read_curves
 from bench.model import costs
 from bench.model.__main__ import main
@@ -117,7 +118,5 @@ def test_every_bench_that_the_costs_name_is_there() -> None:
     text = Path(costs.__file__).read_text("utf-8")
     named = {name for name in re.findall(r"`([a-z_]+)(?:\[[^`]*\])?`", text) if name != "appendfsync"}
     assert {"scale", "path_costs", "members", "latency_outbox"} <= named
-    from bench.__main__ import load
-
-    load()
+    program.load()
     assert named <= set(BENCHES)
