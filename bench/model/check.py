@@ -15,13 +15,7 @@ CALL_BYTES: Final = 32_000_000
 """Of a call that publishes, in `bench.growth.measure`."""
 CLOSE: Final = 0.3
 """The same step differs by as much from run to run."""
-SOURCES: Final = {
-    ("partitions", 16),
-    ("partitions", 1_000),
-    ("bodies", 65_536),
-    ("groups", 50),
-    ("processes", 2),
-}
+SOURCES: Final = {"partitions 16", "partitions 1,000", "bodies 65,536", "groups 50", "processes 8 waiting"}
 """Steps that the constants come from: their errors say little."""
 
 
@@ -76,7 +70,7 @@ def compare(curves: Mapping[str, Curve]) -> list[Compared]:
                 ours, theirs = published(layout), consumed(layout)
                 p50, p99 = latencies(layout, layout.rate / predict(layout).throughput)
                 found += [
-                    Compared(name, figure, predicted, measured, part, (curve.name, value) in SOURCES)
+                    Compared(name, figure, predicted, measured, part, name in SOURCES)
                     for figure, predicted, measured, part in (
                         ("published/s", ours.capacity, point.publish, ours.name),
                         ("handled/s", theirs.capacity * layout.groups, point.consume, theirs.name),

@@ -34,9 +34,9 @@ READ_MOST: Final = 500
 READ_ROOM: Final = 4_000
 """Messages read ahead, over all partitions of a member."""
 READ_TURN: Final = 125
-WAITING_US: Final = 47.0
-"""Per message of a handler that waits, `scale[processes=2, handlers that wait 2 ms]`: wake-ups, small settlements."""
-WAITING_READ_US: Final = 12.0
+WAITING_US: Final = 43.0
+"""Per message of a handler that waits, `scale[processes=8, handlers that wait 2 ms]`: wake-ups, small settlements."""
+WAITING_READ_US: Final = 7.3
 HANDLERS_BUSY: Final = 0.9
 """`scale_members`: 3,600 of the 4,000 messages that 8 handlers of 2 ms could do."""
 
