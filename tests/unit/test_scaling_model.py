@@ -118,5 +118,5 @@ def test_every_bench_that_the_costs_name_is_there() -> None:
     text = Path(costs.__file__).read_text("utf-8")
     named = {name for name in re.findall(r"`([a-z_]+)(?:\[[^`]*\])?`", text) if name != "appendfsync"}
     assert {"scale", "path_costs", "members", "latency_outbox"} <= named
-    program.load()
+    program.load_benches()
     assert named <= set(BENCHES)
