@@ -29,6 +29,8 @@ FRAMEWORK = {
     "consumer_notes",
     "fill",
     "member_process",
+    "memory_process",
+    "memory_table",
     "processes",
     "quick_restarts",
     "recording",

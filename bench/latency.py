@@ -38,15 +38,21 @@ def latency_direct(stage: Stage) -> Iterator[Line]:
 
 @bench("latency_outbox")
 def latency_outbox(stage: Stage) -> Iterator[Line]:
-    """Published in small transactions of 8 clients, through a relay; the baseline is XADD and a native group."""
+    """Published in small transactions of 8 clients, through a relay; the baseline is XADD and a native group.
+
+    The floor is an INSERT, and behind its commit an XADD by the same client: what waits for disks, without a relay.
+    """
     system = stage.system(partitions=4)
-    raw = measure_raw(system)
+    raw, floor = measure_raw(system), measure_floor(system)
     with process(system, "-m", "mqlayer", "relay"):
         connections = [psycopg.connect(system.dsn, autocommit=True) for _ in range(OUTBOX_CLIENTS)]
         ours = measure(system, [publisher(connection) for connection in connections])
         for connection in connections:
             connection.close()
     yield from lines("latency_outbox", ours, raw)
+    for quantile in ("p50", "p99"):
+        one = f"{quantile}_ms"
+        yield compared(f"latency_outbox[floor, {quantile}]", ours[one], floor[one], unit=f"ms {quantile}", target=None)
 
 
 def lines(name: str, ours: dict[str, float], raw: dict[str, float]) -> Iterator[Line]:
@@ -59,18 +65,43 @@ def publisher(connection: psycopg.Connection) -> Publish:
     """Return what publishes a message in a transaction of its own."""
 
     def publish(key: str, body: bytes) -> object:
-        return connection.execute("SELECT mqlayer_app.publish_v1('bench', %s, %s)", (key, body))
+        return connection.execute("SELECT mqlayer_app.publish_v2('bench', %s, %s)", (key, body))
 
     return publish
 
 
 def measure_raw(system: System) -> dict[str, float]:
     """Return the latencies of plain streams."""
-    log, client = f"raw-{uuid.uuid4().hex[:8]}", system.client()
+    client = system.client()
+    return _of_stream(system, "raw", lambda log: [lambda key, body: client.xadd(log, {"k": key, "b": body})])
+
+
+def measure_floor(system: System) -> dict[str, float]:
+    """Return the latencies of an INSERT and an XADD, one after the other."""
+    connections = [psycopg.connect(system.dsn, autocommit=True) for _ in range(OUTBOX_CLIENTS)]
+    connections[0].execute("CREATE TABLE public.floor (id bigserial PRIMARY KEY, key text, body bytea)")
+    found = _of_stream(system, "floor", lambda log: [_floor(system, one, log) for one in connections])
+    for connection in connections:
+        connection.close()
+    return found
+
+
+def _floor(system: System, connection: psycopg.Connection, log: str) -> Publish:
+    client = system.client()
+
+    def publish(key: str, body: bytes) -> None:
+        connection.execute("INSERT INTO public.floor (key, body) VALUES (%s, %s)", (key, body))
+        client.xadd(log, {"k": key, "b": body})
+
+    return publish
+
+
+def _of_stream(system: System, name: str, publishers: Callable[[str], list[Publish]]) -> dict[str, float]:
+    log = f"{name}-{uuid.uuid4().hex[:8]}"
     with process(system, "-m", "bench.actors", "raw", system.redis_url, log, str(COUNT)) as taker:
         await_line(taker)
-        drive([lambda key, body: client.xadd(log, {"k": key, "b": body})])
-        return result(taker, "raw")
+        drive(publishers(log))
+        return result(taker, name)
 
 
 def measure(system: System, publishers: list[Publish]) -> dict[str, float]:

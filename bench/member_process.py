@@ -1,6 +1,7 @@
 """A process of members that beat as members do, without nodes and handlers: for `bench.members`.
 
-`python -m bench.member_process FIRST COUNT GROUPS`: members `mFIRST` and on, each of a group `g<number modulo GROUPS>`.
+`python -m bench.member_process FIRST COUNT GROUPS TOPICS`: members `mFIRST` and on, each of a group `g<number modulo
+GROUPS>`, and the groups on the topics in turn: `bench`, `bench1`, `bench2` …
 A line on its input is a command, a line on its output the answer in JSON: `join N`, `count`, `owned`, `vanish N` (as
 killed), `leave N`. `MQLAYER_DSN` is the database.
 """
@@ -96,7 +97,7 @@ class TimedHeartbeat(Heartbeat):
 class Crew:
     """The members of this process, on its connections."""
 
-    def __init__(self, first: int, count: int, groups: int) -> None:
+    def __init__(self, first: int, count: int, groups: int, topics: int) -> None:
         self._statements, self._took = Counted(), list[float]()
         settings = Settings()
         # As many as an application with so many consumers has.
@@ -105,7 +106,9 @@ class Crew:
         self._routes = RouteCache(self._database)
         runtime = Runtime(self._database, settings, beats=beats, sender=HeartbeatSender(beats))
         self._groups = [
-            ensure_group(runtime, self._routes, topic="bench", name=f"g{number}", settings=GroupSettings())
+            ensure_group(
+                runtime, self._routes, topic=topic_name(number % topics), name=f"g{number}", settings=GroupSettings()
+            )
             for number in range(groups)
         ]
         self.members = [self._member(runtime, self._groups[at % groups], at) for at in range(first, first + count)]
@@ -158,7 +161,7 @@ class Crew:
     def _member(self, runtime: Runtime, group: Group, number: int) -> tuple[TimedHeartbeat, Owned]:
         core = MemberCore.of(runtime, self._routes, group, MemberOptions(member_id=f"m{number}"))
         owned = Owned(core)
-        heartbeat = TimedHeartbeat(core, owned, lambda: None, lambda _: None)
+        heartbeat = TimedHeartbeat(core, owned, self._routes.follow_nodes, lambda _: None)
         heartbeat.took, heartbeat.group_id, heartbeat.member_id = self._took, group.group_id, core.member_id
         return heartbeat, owned
 
@@ -209,9 +212,14 @@ def tcp_connections() -> Iterator[tuple[int, int]]:
             continue
 
 
-def main(first: int, count: int, groups: int) -> None:
+def topic_name(number: int) -> str:
+    """Return the name of a topic, by its number."""
+    return f"bench{number}" if number else "bench"
+
+
+def main(first: int, count: int, groups: int, topics: int) -> None:
     """Carry out commands until the input ends."""
-    crew = Crew(first, count, groups)
+    crew = Crew(first, count, groups, topics)
     say({"ready": True})
     for line in sys.stdin:
         name, *numbers = line.split()
@@ -227,4 +235,4 @@ def say(answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]))
+    main(*map(int, sys.argv[1:5]))

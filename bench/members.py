@@ -35,6 +35,20 @@ UNSETTLED: Final = """
 
 
 @dataclass(frozen=True, slots=True)
+class Size:
+    """How many members in how many processes; groups, on so many topics; partitions that they own in all."""
+
+    members: int
+    processes: int
+    groups: int
+    owned: int
+    topics: int = 1
+
+
+SIZE: Final = Size(MEMBERS, PROCESSES, GROUPS, PARTITIONS * GROUPS)
+
+
+@dataclass(frozen=True, slots=True)
 class Counts:
     """Counts of processes over some time, and Postgres's use of CPU meanwhile."""
 
@@ -45,24 +59,24 @@ class Counts:
     cpu_s: float
     own_cpu_s: float
 
-    def lines(self, name: str) -> Iterator[Line]:
+    def lines(self, name: str, of: str = "members") -> Iterator[Line]:
         """Return the figures by the second."""
         quantiles = statistics.quantiles(self.took, n=100)
         note(f"  {name}: {len(self.took) / self.seconds:,.0f} beats/s, {self.own_cpu_s:.2f} CPU s/s of members")
-        yield alone(f"members[{name}, heartbeats]", len(self.took) / self.seconds, "1/s")
-        yield alone(f"members[{name}, statements]", self.statements / self.seconds, "1/s")
-        yield alone(f"members[{name}, traffic]", self.size / self.seconds / 1e3, "kB/s")
-        yield alone(f"members[{name}, Postgres]", self.cpu_s, "CPU s/s")
-        yield alone(f"members[{name}, p50 of a heartbeat]", quantiles[49] * 1e3, "ms")
-        yield alone(f"members[{name}, p99 of a heartbeat]", quantiles[98] * 1e3, "ms")
+        yield alone(f"{of}[{name}, heartbeats]", len(self.took) / self.seconds, "1/s")
+        yield alone(f"{of}[{name}, statements]", self.statements / self.seconds, "1/s")
+        yield alone(f"{of}[{name}, traffic]", self.size / self.seconds / 1e3, "kB/s")
+        yield alone(f"{of}[{name}, Postgres]", self.cpu_s, "CPU s/s")
+        yield alone(f"{of}[{name}, p50 of a heartbeat]", quantiles[49] * 1e3, "ms")
+        yield alone(f"{of}[{name}, p99 of a heartbeat]", quantiles[98] * 1e3, "ms")
 
 
 class Crews:
     """Processes of members."""
 
-    def __init__(self, system: System) -> None:
-        self._system, each = system, MEMBERS // PROCESSES
-        self._processes = [start(system, number * each, each) for number in range(PROCESSES)]
+    def __init__(self, system: System, size: Size = SIZE) -> None:
+        self._system, self._size, each = system, size, size.members // size.processes
+        self._processes = [start(system, number * each, each, size) for number in range(size.processes)]
         for process in self._processes:
             answer_of(process)
         self._bytes, self._cpu = 0.0, 0.0
@@ -99,8 +113,9 @@ class Crews:
         with connect(self._system.dsn) as connection:
 
             def settled() -> bool:
-                row = connection.execute(UNSETTLED).fetchone()
-                return row == (0,) and sum(one["owned"] for one in self.all("owned")) == PARTITIONS * GROUPS
+                # The look at all groups costs Postgres more than what is measured: last.
+                owned = sum(one["owned"] for one in self.all("owned"))
+                return owned == self._size.owned and connection.execute(UNSETTLED).fetchone() == (0,)
 
             wait_until(settled, PATIENCE_S)
         return time.monotonic() - since
@@ -175,19 +190,19 @@ def connections(system: System) -> int:
 
 
 @contextmanager
-def crews_of(system: System) -> Iterator[Crews]:
+def crews_of(system: System, size: Size = SIZE) -> Iterator[Crews]:
     """Lend processes of members."""
-    crews = Crews(system)
+    crews = Crews(system, size)
     try:
         yield crews
     finally:
         crews.close()
 
 
-def start(system: System, first: int, count: int) -> subprocess.Popen[str]:
+def start(system: System, first: int, count: int, size: Size) -> subprocess.Popen[str]:
     """Start a process of members."""
     return subprocess.Popen(
-        [sys.executable, "-m", "bench.member_process", str(first), str(count), str(GROUPS)],
+        [sys.executable, "-m", "bench.member_process", str(first), str(count), str(size.groups), str(size.topics)],
         env={**os.environ, "MQLAYER_DSN": system.dsn, "MQLAYER_LEASE_S": str(LEASE_S), "MQLAYER_LOG_LEVEL": "ERROR"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

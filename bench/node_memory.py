@@ -14,7 +14,6 @@ import psycopg
 import mqlayer
 from bench.bloat import LEASE_S, record_of, ref_of
 from bench.fill import fill
-from bench.memory import resident_mb
 from bench.rebalance import new_group
 from bench.registry import Line, bench, compared
 from bench.stage import BATCH, Stage, System
@@ -43,8 +42,6 @@ KEYS: Final = tuple(f"customer-{number:03}" for number in range(1_000))
 """Of 12 bytes."""
 FACTS: Final = b"1764214567890"
 WIDE: Final = 64
-FEW: Final = 4
-MANY: Final = 512
 GROUPS: Final = 4
 SOURCES: Final = 4
 NUMBERS: Final = range(1, COUNT + 1)
@@ -60,14 +57,12 @@ Session = psycopg.Connection[tuple[object, ...]]
 @bench("node_memory")
 def node_memory(stage: Stage) -> Iterator[Line]:
     """Bytes per record waiting on a node, partition, group, mark and failed message; per row of Postgres with its
-    indexes and without its body; in a consumer's process, of a partition and a parked key. All against the figures
-    with which `mqlayer size` computes."""
+    indexes and without its body. All against the figures with which `mqlayer size` computes."""
     yield from of_records(stage)
     yield from of_partitions(stage)
     yield from of_marks(stage)
     yield from of_attempts(stage)
     yield from of_rows(stage)
-    yield from of_processes(stage)
 
 
 def line(what: str, measured: float, figure: float) -> Line:
@@ -187,18 +182,6 @@ def of_rows(stage: Stage) -> Iterator[Line]:
         fill(system, COUNT, keys=KEYS, body=BODY, facts=lambda _: FACTS)
         archived = measure(r"^mqlayer_archive\.record", lambda: archive_pass(system.runtime))
         yield line("archived record", archived - len(BODY), Figures.archived_record)
-
-
-def of_processes(stage: Stage) -> Iterator[Line]:
-    """Yield lines of a consumer's process: of each partition, and of each parked key."""
-    system = stage.system(fsync="everysec", partitions=FEW)
-    few_mb, parking = resident_mb(system, "few"), Parking(system)
-    parking.park(1)
-    parking.leave()
-    parked_mb = resident_mb(system, parking.group)
-    yield line("parked key in a process", (parked_mb - few_mb) * 1e6 / COUNT, Figures.process_parked_key)
-    many_mb = resident_mb(stage.system(fsync="everysec", partitions=MANY), "many")
-    yield line("partition in a process", (many_mb - few_mb) * 1e6 / (MANY - FEW), Figures.process_partition)
 
 
 def row_bytes(session: Session, tables: str, write: Callable[[], object]) -> float:

@@ -16,7 +16,7 @@ from bench.registry import Line, bench, compared, in_turn
 from bench.stage import BODY, KEYS, Stage
 from mqlayer.stack import NoServerProgram, postgres_programs
 
-CLIENTS: Final = (1, 8)
+CLIENTS: Final = (1, 8, 64)
 ROUNDS: Final = 15
 ROUND_S: Final = 1
 
@@ -45,7 +45,7 @@ COMMIT;
     "publish": r"""
 \set number random(0, :keys - 1)
 BEGIN;
-SELECT mqlayer_app.publish_v1('bench', 'key-' || :number, ':body');
+SELECT mqlayer_app.publish_v2('bench', 'key-' || :number, ':body');
 COMMIT;
 """,
 }
@@ -53,7 +53,7 @@ COMMIT;
 
 @bench("outbox_insert")
 def outbox_insert(stage: Stage) -> Iterator[Line]:
-    """Transactions per second of nothing but one message, for one client and for eight; commits wait for the disk."""
+    """Transactions per second of nothing but one message, by clients; commits wait for the disk."""
     system = stage.system()
     with psycopg.connect(system.dsn) as connection:
         connection.execute(PLAIN_TABLE)

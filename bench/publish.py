@@ -47,6 +47,21 @@ def publish_one(stage: Stage) -> Iterator[Line]:
         yield compared(name, figures["ours"], figures["raw"], unit="msg/s", target=0.7)
 
 
+@bench("send_async")
+def send_async(stage: Stage) -> Iterator[Line]:
+    """`send_async`, a future per message, against `send_many` of the same messages."""
+    for fsync in FSYNCS:
+        system = stage.system(fsync=fsync)
+        with Producer(system.settings, name="bench") as producer:
+            contestants = {
+                "batches": partial(rate, system, MANY, partial(our_batches, producer)),
+                "futures": partial(rate, system, MANY, partial(our_futures, producer)),
+            }
+            figures = in_turn(ROUNDS, contestants)
+        name = line_name("send_async", fsync)
+        yield compared(name, figures["futures"], figures["batches"], unit="msg/s", target=0.7)
+
+
 def raw_batches(system: System) -> None:
     """Append by pipelines of 500, as an application without mqlayer would."""
     client = system.client()
@@ -60,6 +75,13 @@ def raw_batches(system: System) -> None:
 def our_batches(producer: Producer) -> None:
     """Publish the same; making the messages counts."""
     producer.send_many("bench", [Message(KEYS[number % 1_000], BODY) for number in range(MANY)])
+
+
+def our_futures(producer: Producer) -> None:
+    """Publish the same by single calls, and take each receipt."""
+    futures = [producer.send_async("bench", key=KEYS[number % 1_000], body=BODY) for number in range(MANY)]
+    for future in futures:
+        future.result()
 
 
 def raw_singles(system: System) -> None:

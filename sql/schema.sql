@@ -1642,3 +1642,8 @@ CREATE FUNCTION mqlayer_app.version_set_v1(p_name text, p_entity text, p_version
     RETURNS int SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.fence_clean_v2(p_horizon interval, p_block bigint, p_blocks int, OUT forgotten int,
     OUT blocks bigint) SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.check_body_v1(p_topic text, p_body bytea, p_limit int) RETURNS void;
+CREATE FUNCTION mqlayer_app.publish_further_v1(p_topic text, p_key text, p_body bytea, p_headers jsonb)
+    RETURNS bigint SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.publish_v2(p_topic text, p_key text, p_body bytea, p_headers jsonb DEFAULT NULL)
+    RETURNS bigint SECURITY DEFINER;

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from heapq import heapify, heapreplace
+from itertools import islice
 from typing import Final
 
 from mqlayer.domain.routing import PartitionId
@@ -34,6 +36,18 @@ class Zones:
     def is_away(self, partition: PartitionId, member: str) -> bool:
         """Return whether another member would be in the partition's zone."""
         return partition in self._partitions and not self.is_home(partition, member)
+
+    def of(self, member: str) -> str:
+        """Return a member's zone."""
+        return self._members.get(member, "")
+
+    def homes(self, partitions: Sequence[PartitionId]) -> dict[str, deque[PartitionId]]:
+        """Return partitions in members' zones, by zone."""
+        found: dict[str, deque[PartitionId]] = {}
+        for partition in partitions:
+            if partition in self._partitions:
+                found.setdefault(self._partitions[partition], deque()).append(partition)
+        return found
 
     def rank(self, partition: PartitionId, member: str) -> int:
         """Return 0 at home, 1 where that is nowhere, 2 away."""
@@ -69,13 +83,16 @@ def assign(
         free += owned[member][quota[member] :]
         del owned[member][quota[member] :]
     free.sort()
+    homes = zones.homes(free)
     for member in ordered:
-        at_home = [p for p in free if zones.is_home(p, member)][: quota[member] - len(owned[member])]
-        owned[member] += at_home
-        free = [p for p in free if p not in at_home] if at_home else free
+        at_home = homes.get(zones.of(member), deque())
+        while at_home and len(owned[member]) < quota[member]:
+            owned[member].append(at_home.popleft())
+    # Once through the partitions: members times partitions are too many.
+    at_home_now = set().union(*owned.values())
+    rest = (p for p in free if p not in at_home_now)
     for member in ordered:
-        while len(owned[member]) < quota[member]:
-            owned[member].append(free.pop(0))
+        owned[member] += islice(rest, quota[member] - len(owned[member]))
     _bring_home(owned, zones)
     return {partition: member for member in ordered for partition in owned[member]}
 

@@ -1,4 +1,4 @@
-"""Needs of a planned load, by figures that `scripts/bench node_memory` measures."""
+"""Needs of a planned load, by figures that `scripts/bench node_memory process_memory` measures."""
 
 from __future__ import annotations
 
@@ -61,15 +61,36 @@ class Figures:
     process_bytes = 72_000_000
     """With OpenTelemetry's SDK, which redis-py imports where it is installed."""
     prefetch_bytes = 33_554_432
-    process_partition = 13_000
+    process_consumer = 340_000
+    """Each further one of a process."""
+    process_partition = 13_500
     process_parked_key = 1_100
+    process_record = 290
+    relay_bytes = 72_000_000
+    busy_relay_bytes = 78_000_000
+    """With a backlog of any length."""
+    relay_partition = 1_900
+    relay_lp = 470
+    producer_bytes = 72_000_000
+    producer_partition = 1_000
+    producer_lp = 1_800
+    pending_send = 2_000
+    """With its future."""
+    pending_messages = 100_000
+    pending_bytes = 64_000_000
 
     # The most connections that pools hold.
     of_relay = 26
     of_worker = 20
-    of_consumer_process = 7
-    of_consumer = 12
+    of_consumer_process = 17
+    of_consumer = 2
     of_producer = 6
+
+    # Counted of one node.
+    node_of_relay = 1
+    node_of_consumer_process = 1
+    node_of_consumer = 2
+    node_of_producer = 1
 
     memory_share = 0.5
     """The rest is for pages that change while a node writes its file anew."""
@@ -119,9 +140,10 @@ class Requirement(NamedTuple):
 def requirements(load: PlannedLoad) -> Iterator[Requirement]:
     """Yield the needs. Raises InvalidInput for more partitions than a topic has."""
     yield from _of_consumers(load)
+    yield from _of_publishers(load)
     yield from _of_nodes(load)
     yield from _of_disk(load)
-    yield _connections(load)
+    yield from _connections(load)
 
 
 def record_bytes(body_bytes: int, key_bytes: int = Figures.key_bytes) -> float:
@@ -196,12 +218,36 @@ def _of_consumers(load: PlannedLoad) -> Iterator[Requirement]:
     )
     held = partitions_at_least(load) * load.groups * Figures.process_partition
     held += load.parked_messages * Figures.process_parked_key
+    held += processes * (each - 1) * Figures.process_consumer
     yield Requirement(
         "consumer_memory_bytes",
         processes * (Figures.process_bytes + each * Figures.prefetch_bytes) + held,
-        f"{processes} x (72 MB + {each} x 32 MiB read ahead), and {held:,} B of partitions and parked keys",
-        "node_memory, prefetch_bytes",
+        f"{processes} x (72 MB + {each} x 32 MiB read ahead), and {held:,} B of further consumers, partitions "
+        "and parked keys",
+        "process_memory, prefetch_bytes",
     )
+
+
+def _of_publishers(load: PlannedLoad) -> Iterator[Requirement]:
+    partitions = partitions_at_least(load)
+    if load.relays:
+        held = load.relays * partitions * Figures.relay_partition + LP_COUNT * Figures.relay_lp
+        yield Requirement(
+            "relay_memory_bytes",
+            load.relays * Figures.busy_relay_bytes + held,
+            f"{load.relays} x 78 MB, and {held:,} B of partitions and LPs",
+            "process_memory",
+        )
+    if load.producers:
+        held = partitions * Figures.producer_partition + LP_COUNT * Figures.producer_lp
+        bodies = min(Figures.pending_bytes, Figures.pending_messages * load.body_bytes)
+        waiting = Figures.pending_messages * Figures.pending_send + bodies
+        yield Requirement(
+            "producer_memory_bytes",
+            load.producers * (Figures.producer_bytes + held + waiting),
+            f"{load.producers} x (72 MB + {held:,} B of partitions and LPs + at most {waiting:,} B waiting for a node)",
+            "process_memory, max_pending_messages",
+        )
 
 
 def _of_nodes(load: PlannedLoad) -> Iterator[Requirement]:
@@ -255,15 +301,23 @@ def _of_disk(load: PlannedLoad) -> Iterator[Requirement]:
     yield Requirement("postgres_bytes", total, "their sum, without the WAL", "see above")
 
 
-def _connections(load: PlannedLoad) -> Requirement:
+def _connections(load: PlannedLoad) -> Iterator[Requirement]:
     processes = process_count(load)
     each = Figures.of_consumer_process + Figures.of_consumer * load.consumers_per_process
     parts = ((load.relays, Figures.of_relay), (load.workers, Figures.of_worker), (processes, each),
              (load.producers, Figures.of_producer))  # fmt: skip
-    return Requirement(
+    yield Requirement(
         "postgres_connections",
         sum(count * most for count, most in parts),
         f"relays {load.relays} x {Figures.of_relay} + workers {load.workers} x {Figures.of_worker} + consumer "
         f"processes {processes} x {each} + producers {load.producers} x {Figures.of_producer}, at most",
         "the pools' sizes",
+    )
+    of_process = Figures.node_of_consumer_process + Figures.node_of_consumer * load.consumers_per_process
+    yield Requirement(
+        "node_connections",
+        load.relays * Figures.node_of_relay + processes * of_process + load.producers * Figures.node_of_producer,
+        f"of each: relays {load.relays} x {Figures.node_of_relay} + consumer processes {processes} x {of_process} + "
+        f"producers {load.producers} x {Figures.node_of_producer}, as counted",
+        "the page's table",
     )

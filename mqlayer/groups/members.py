@@ -95,6 +95,8 @@ class HeartbeatReply:
     breaker: BreakerReply = CLOSED
     class_rate: RateLimit | None = None
     served: ServedProtocols = field(default=ServedProtocols(0, 0, 0), compare=False)
+    nodes: str = field(default="", compare=False)
+    """For `RouteCache.follow_nodes`."""
 
 
 @dataclass(slots=True)
@@ -105,6 +107,8 @@ class HeardGroup:
     reply: HeartbeatReply = HeartbeatReply(known=True, replaced=False)
     members: int = 0
     wants_all: bool = True
+    urgent: bool = True
+    """Whether the next heartbeat waits for no others."""
 
     def looks(self, chance: float) -> bool:
         """Say whether to look at the whole group, by a random number below 1."""
@@ -117,6 +121,7 @@ class HeardGroup:
     def note(self, state: str, reply: HeartbeatReply, members: int) -> None:
         """Note a reply."""
         self.state, self.reply, self.members, self.wants_all = state, reply, members, False
+        self.urgent = False
 
 
 class MemberReplaced(Conflict):
@@ -229,8 +234,8 @@ def send_heartbeat(
     """
     in_force, heard = in_force or InForce(), heard or HeardGroup()
     facts = _facts(session) | {"lease_s": lease_s, "acts_on": in_force.version}
-    row = database.first_row(query("member_beat"), facts) if sender is None else sender.send(facts)
-    known, *versions, allocation, now_ms, state = row or (0, 0, 0, 0, 0, 0, "")
+    row = database.first_row(query("member_beat"), facts) if sender is None else sender.send(facts, urgent=heard.urgent)
+    known, *versions, allocation, now_ms, nodes, state = row or (0, 0, 0, 0, 0, 0, "", "")
     served = ServedProtocols(*versions)
     in_force.note(served.in_force)
     if not known:
@@ -253,6 +258,7 @@ def send_heartbeat(
         allocation=allocation,
         now_ms=max(now_ms, heard.reply.now_ms),
         served=served,
+        nodes=nodes,
     )
 
 

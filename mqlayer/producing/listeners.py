@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Final
+from concurrent.futures._base import FINISHED, PENDING, RUNNING
+from typing import Any, Final
 
 from mqlayer.errors import InvalidInput, MqlayerError
 from mqlayer.logs import event_logger
@@ -14,13 +15,56 @@ from mqlayer.producing.send_queues import Listener, PendingSend
 
 log = event_logger(__name__)
 
+_MADE_LATE: Final[Mapping[str, Callable[[], object]]] = {
+    "_condition": threading.Condition,
+    "_waiters": list,
+    "_done_callbacks": list,
+}
+# Reentrant: what the garbage collector ends meanwhile may touch another future.
+_sharing = threading.RLock()
+"""Held to make a future's condition, and to settle one without."""
+
 
 class ReceiptFuture(Future[Receipt]):
     """A future of a receipt."""
 
+    # As `Future.__init__` sets them. `__getattr__` makes the others when they are first used: a condition is a dozen
+    # objects, and costs more than the rest of a send.
+    _state = PENDING
+    _result: Receipt | None = None
+    _exception: BaseException | None = None
+    _is_shared = False
+
     def __init__(self, promise: ReceiptPromise) -> None:
-        super().__init__()
         self._promise: ReceiptPromise | None = promise
+
+    def __getattr__(self, name: str) -> Any:
+        make = _MADE_LATE.get(name)
+        if make is None:
+            raise AttributeError(name)
+        with _sharing:
+            self._is_shared = True
+            return self.__dict__.setdefault(name, make())
+
+    def set_result(self, result: Receipt) -> None:
+        """Set the receipt."""
+        with _sharing:
+            if not self._is_shared:
+                # Nobody waits, nor can begin to before the state is set.
+                self._result = result
+                self._state = FINISHED
+                return
+        super().set_result(result)
+
+    def result(self, timeout: float | None = None) -> Receipt:
+        """Return the receipt, or raise its error."""
+        if self._state == FINISHED and self._result is not None:
+            return self._result
+        return super().result(timeout)
+
+    def done(self) -> bool:
+        """Whether it is settled or cancelled."""
+        return self._state not in (PENDING, RUNNING)
 
     def cancel(self) -> bool:
         """Withdraw the message; False if in flight, stored or failed."""

@@ -47,7 +47,11 @@ def pending_send_of(
     key, dedup_id = message.key, message.dedup_id
     lp, key_bulk = (random_lp(rng), NO_KEY_BULK) if key is None else lp_and_key(key)
     body = whole_body(topic.name, message.body, topic.route.body_limit)
-    facts = facts_bulk(time.time_ns() // 1_000_000, message.headers, message.tags, reference_of(message))
+    at_ms = time.time_ns() // 1_000_000
+    if message.headers or message.tags or type(message) is not Message:
+        facts = facts_bulk(at_ms, message.headers, message.tags, reference_of(message))
+    else:
+        facts = _plain_facts(at_ms)
     size = len(facts) + len(key_bulk) + len(body)
     pending = PendingSend(chunks_of(facts, key_bulk, body), 1, size, deadline, listener, eager=eager)
     if dedup_id is not None:
@@ -84,6 +88,12 @@ def facts_bulk(at_ms: int, headers: Mapping[str, str] | None, tags: Sequence[str
     """Return encoded facts. Raises ReservedHeader, or InvalidInput for bad tags."""
     checked = check_headers(headers) if headers else None
     return bulk(encode_facts(at_ms, checked, tags_text(tags) if tags else "", reference))
+
+
+@lru_cache(maxsize=16)
+def _plain_facts(at_ms: int) -> bytes:
+    # Many messages are of the same millisecond.
+    return facts_bulk(at_ms, None)
 
 
 def chunks_of(facts: bytes, key: bytes, body: bytes) -> tuple[bytes, ...]:

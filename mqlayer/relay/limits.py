@@ -15,8 +15,8 @@ class RelayLimits:
     """Bytes of bodies per read, exceeded by one row at most."""
     max_in_flight: int = 2
     """Unanswered writes per node."""
-    poll_min_s: float = 0.005
-    poll_max_s: float = 0.2
+    poll_min_s: float = 0.001
+    poll_max_s: float = 0.05
     """Polling interval: the first after news, doubled up to the second."""
     progress_s: float = 0.5
     sweep_s: float = 1.0

@@ -45,11 +45,12 @@ class OutboxReader:
             self._rows_cursor.execute(query("relay_settings"))
 
     def scan(self, lp_sets: Sequence[int]) -> list[Row]:
-        """Return the next rows; advance `after`."""
+        """Return the next rows of our source and term; advance `after`."""
         limits = self._limits
         rows = self._read(
             "outbox_scan",
-            {"after": self.after, "lp_sets": lp_sets, "limit": limits.chunk_rows, "bytes": limits.chunk_bytes},
+            {"after": self.after, "lp_sets": lp_sets, "limit": limits.chunk_rows, "bytes": limits.chunk_bytes}
+            | self._known(),
         )
         if rows:
             self.after = rows[-1][0]
@@ -57,8 +58,9 @@ class OutboxReader:
         return rows
 
     def late(self, ids: Sequence[int], lp_sets: Sequence[int]) -> list[Row]:
-        """Return these ids' visible rows."""
-        return self._read("outbox_late", {"ids": ids, "lp_sets": lp_sets, "bytes": self._limits.chunk_bytes})
+        """Return these ids' visible rows, as `scan`."""
+        facts = {"ids": ids, "lp_sets": lp_sets, "bytes": self._limits.chunk_bytes}
+        return self._read("outbox_late", facts | self._known())
 
     def of_lps(self, cursors: Sequence[LpCursor]) -> tuple[list[Row], int]:
         """Return cursors' next rows by seq, and the limit per cursor."""
@@ -114,15 +116,14 @@ class OutboxReader:
         self._rows_cursor.execute(query("voided_put"), self._facts(cursor, seq, reason))
         failpoint("relay.after_voided")
 
-    def put_relayed(self, progress: Mapping[LpCursor, int]) -> None:
-        """Record cursors' progress durably."""
+    def put_relayed(self, progress: Mapping[LpCursor, int], connection: Connection | None = None) -> None:
+        """Record cursors' progress durably. Any thread may, by its own connection."""
         # One order of rows for all relays avoids deadlocks.
         moved = sorted(progress, key=_by_chain)
+        facts = self._progress(moved, [progress[cursor] for cursor in moved])
         failpoint("relay.before_progress")
-        self._rows_cursor.execute(query("relayed_put"), self._progress(moved, [progress[cursor] for cursor in moved]))
+        (self._rows_cursor if connection is None else connection).execute(query("relayed_put"), facts)
         failpoint("relay.after_progress")
-        for cursor in moved:
-            cursor.recorded = progress[cursor]
 
     def lower_relayed(self, cursors: Iterable[LpCursor]) -> None:
         """Lower recorded seqs, so that the outbox keeps rows lost by Redis."""
@@ -133,10 +134,11 @@ class OutboxReader:
         for cursor in fallen:
             cursor.recorded = min(cursor.recorded, cursor.acked)
 
+    def _known(self) -> dict[str, Any]:
+        return {"outbox_uuid": self.outbox_uuid, "term": self.term}
+
     def _progress(self, cursors: Sequence[LpCursor], seqs: list[int]) -> dict[str, Any]:
-        return {
-            "outbox_uuid": self.outbox_uuid,
-            "term": self.term,
+        return self._known() | {
             "topic_ids": [cursor.topic_id for cursor in cursors],
             "lps": [cursor.lp for cursor in cursors],
             "seqs": seqs,

@@ -152,7 +152,7 @@ class Relay:
             if seen >= limits.chunk_rows // 2:
                 continue
             wait_s = limits.poll_min_s if seen else min(limits.poll_max_s, wait_s * 2)
-            self._stopping.wait(max(0.0, wait_s - (time.monotonic() - began)))
+            self._pause(session, began + wait_s)
 
     def _drain(self, session: RelaySession, deadline: float) -> None:
         while session.lp_sets and not self._stopping.is_set() and time.monotonic() < deadline:
@@ -160,7 +160,12 @@ class Relay:
             if not session.step():
                 if session.drained:
                     return
-                self._stopping.wait(self._limits.poll_min_s)
+                self._pause(session, time.monotonic() + self._limits.poll_min_s)
+
+    def _pause(self, session: RelaySession, until: float) -> None:
+        # Rows that come meanwhile need not wait for a node's answers.
+        session.await_answers(max(0.0, until - time.monotonic()))
+        self._stopping.wait(max(0.0, until - time.monotonic()))
 
     def _runtime(self) -> AbstractContextManager[Runtime]:
         return open_runtime(self._settings, name="mqlayer relay", actor="relay", max_size=MOST_CONNECTIONS)

@@ -10,7 +10,7 @@ from typing import Final
 from mqlayer.errors import MqlayerError, StoreUnavailable, VersionRefused
 from mqlayer.logs import event_logger
 from mqlayer.metrics import meters_of
-from mqlayer.postgres.database import connect_at_best, driver_errors
+from mqlayer.postgres.database import Connection, connect_at_best, driver_errors
 from mqlayer.postgres.delayed_release import release_on
 from mqlayer.postgres.migrations import check_schema
 from mqlayer.postgres.protocol import refuse_unserved
@@ -79,7 +79,12 @@ class RelaySession:
             else self._meters.add_confirmations(self._confirmations.failed_waits, self._confirmations.delays)
         )
         self._writer = ProgressWriter(
-            self._reader, self._sender, self._cursors, self._confirmations, self._refuse_other_term
+            self._reader,
+            self._sender,
+            self._cursors,
+            self._confirmations,
+            self._application,
+            self._refuse_other_term,
         )
         self._late = LateIds(limits)
         self._source: OutboxSource | None = None
@@ -168,10 +173,10 @@ class RelaySession:
             with armed_connections(self._runtime) as connections:
                 recover_outbox(self._connection, self._runtime, connections, address=self._application.address)
 
-    def _refuse_other_term(self) -> None:
-        # Called after each read and before progress is recorded: rows must be of our source and term.
+    def _refuse_other_term(self, connection: Connection) -> None:
+        # Called after reads that don't prove it themselves, and before progress is recorded.
         if self._source is not None:
-            refuse_other_term(self._connection, self._source, self._application.address)
+            refuse_other_term(connection, self._source, self._application.address)
 
     def step(self) -> int:
         """Move up to two chunks; return rows read. Raises StoreUnavailable."""
@@ -186,17 +191,21 @@ class RelaySession:
         undecided = any(node.undecided for node in self._nodes)
         self._nodes.compare(now)
         rows, late = self._read(now)
-        self._pump(late + rows)
+        self._sender.collect(allowed=self._limits.max_in_flight - 1)
+        self._send(late + rows)
         self._catch_up.judge_sweep(end=not rows)
-        seen = len(rows) + len(late) + self._catch_up.read(self._send)
-        if len(rows) < self._limits.chunk_rows // 2:
-            self._sender.collect(allowed=0)
+        seen = len(rows) + len(late) + self._catch_up.read(self._send_checked)
         self._writer.quarantine()
         self._writer.lower_fallen()
         self._end_with_source()
         waits = undecided or self._sender.has_pending
         self.drained = not seen and not waits and self._catch_up.sweep is None and not self._catch_up.readable()
         return seen
+
+    def await_answers(self, wait_s: float) -> None:
+        """Take answers, for this time at most."""
+        with driver_errors(self._application.address):
+            self._sender.await_answers(wait_s)
 
     def close(self, *, leave: bool) -> None:
         """Close all. `leave`: first take answers and release leases, if Postgres answers."""
@@ -209,6 +218,7 @@ class RelaySession:
         finally:
             if self._end_counts is not None:
                 self._end_counts()
+            self._writer.close()
             self._confirmations.close()
             self._nodes.close()
             self._routes.close()
@@ -220,10 +230,10 @@ class RelaySession:
         deadline = time.monotonic() + FIRST_CONNECT_S
         while self._sender.has_pending and time.monotonic() < deadline:
             self._sender.collect(allowed=0)
-        self._writer.record()
+        self._writer.record_all()
         while self._confirmations.is_asking and time.monotonic() < deadline:
             time.sleep(self._limits.poll_min_s)
-            self._writer.record()
+            self._writer.record_all()
         self._leases.leave(self._connection)
         self._presence.end()
 
@@ -251,14 +261,14 @@ class RelaySession:
         self._late.note(after, rows, now)
         return rows, late
 
-    def _pump(self, rows: list[Row]) -> None:
-        self._sender.collect(allowed=self._limits.max_in_flight - 1)
+    def _send_checked(self, rows: list[Row]) -> None:
+        if rows:
+            self._refuse_other_term(self._connection)
         self._send(rows)
 
     def _send(self, rows: list[Row]) -> None:
         if not rows:
             return
-        self._refuse_other_term()
         if self._meters is not None:
             # Rows begin with their publisher's time.
             self._meters.relay_delay(time.time() - int(rows[0][3].partition(b":")[0]) / 1000)
@@ -318,7 +328,7 @@ class RelaySession:
 
     def _hold_leases(self) -> None:
         began = time.monotonic()
-        self._refuse_other_term()
+        self._refuse_other_term(self._connection)
         gained, lost = self._leases.heartbeat(self._connection, sent=self._sender.appended_count)
         self._leased_at = began
         if self._leases.served is not None:

@@ -83,14 +83,16 @@ class Sender:
 
     def ask_marks(self, nodes: Iterable[RelayNode]) -> None:
         """Request nodes' marks."""
-        for node, by_target in self._cursors_of(nodes).items():
+        for node, by_target in _cursors_of(self._cursors, nodes).items():
             if node.connection is None:
                 continue
             requests = [MarksRequest(target, cursors) for target, cursors in by_target.items()]
             if not requests:
                 node.synced, node.failures = True, 0
             elif not self._nodes.send(
-                node, [self._marks(node.connection, question) for question in requests], requests
+                node,
+                [_marks_packet(node.connection, self._prefix, self.source_id, question) for question in requests],
+                requests,
             ):
                 self._rewind_writes(node)
 
@@ -109,12 +111,23 @@ class Sender:
         for node in self._nodes:
             while node.pending_writes and node.connection is not None:
                 must = len(node.pending_writes) > allowed and not node.stalled
-                try:
-                    if not self._answer(node, self._limits.stall_s if must else 0.0):
-                        node.stalled = node.stalled or must
-                        break
-                except StoreUnavailable as error:
-                    self.drop_connection(node, error)
+                if not self._take(node, self._limits.stall_s if must else 0.0):
+                    node.stalled = node.stalled or must
+                    break
+
+    def await_answers(self, wait_s: float) -> None:
+        """Take answers, for this time at most."""
+        until = time.monotonic() + wait_s
+        for node in self._nodes:
+            while node.pending_writes and self._take(node, max(0.0, until - time.monotonic())):
+                pass
+
+    def _take(self, node: RelayNode, wait_s: float) -> bool:
+        try:
+            return self._answer(node, wait_s)
+        except StoreUnavailable as error:
+            self.drop_connection(node, error)
+            return True
 
     def _answer(self, node: RelayNode, wait_s: float) -> bool:
         got = self._nodes.answered(node, wait_s=wait_s)
@@ -305,21 +318,23 @@ class Sender:
         )
         return append_packet(start, heads, messages, count=batch.count)
 
-    def _marks(self, connection: NodeConnection, question: MarksRequest) -> bytes:
-        lps = [cursor.lp for cursor in question.cursors]
-        return marks_packet(connection, self._prefix, question.target.partition, self.source_id, lps)
-
-    def _cursors_of(self, nodes: Iterable[RelayNode]) -> dict[RelayNode, dict[Target, list[LpCursor]]]:
-        found: dict[RelayNode, dict[Target, list[LpCursor]]] = {node: {} for node in nodes}
-        by_node: dict[int, RelayNode] = {node.node_id: node for node in found}
-        for cursor in self._cursors:
-            node = by_node.get(cursor.target.node_id)
-            # Marks of an uncompared partition say nothing about our rows.
-            if node is not None and cursor.target.partition in node.compared:
-                found[node].setdefault(cursor.target, []).append(cursor)
-        return found
-
 
 def _append_request(batch: RelayBatch, spans: RelaySpans | None) -> AppendRequest:
     runs = [(run.cursor, run.first, len(run.messages)) for run in batch.runs]
     return AppendRequest(batch.target, runs, () if spans is None else spans.facts_of(batch))
+
+
+def _marks_packet(connection: NodeConnection, prefix: str, source_id: int, question: MarksRequest) -> bytes:
+    lps = [cursor.lp for cursor in question.cursors]
+    return marks_packet(connection, prefix, question.target.partition, source_id, lps)
+
+
+def _cursors_of(cursors: LpCursors, nodes: Iterable[RelayNode]) -> dict[RelayNode, dict[Target, list[LpCursor]]]:
+    found: dict[RelayNode, dict[Target, list[LpCursor]]] = {node: {} for node in nodes}
+    by_node: dict[int, RelayNode] = {node.node_id: node for node in found}
+    for cursor in cursors:
+        node = by_node.get(cursor.target.node_id)
+        # Marks of an uncompared partition say nothing about our rows.
+        if node is not None and cursor.target.partition in node.compared:
+            found[node].setdefault(cursor.target, []).append(cursor)
+    return found

@@ -39,7 +39,10 @@ class RouteCache:
         self._routes: dict[str, tuple[Route, float]] = {}
         self._nodes: dict[NodeId, Node] = {}
         self._armed_at: dict[NodeId, datetime | None] = {}
+        # The reading of nodes that began last, that of the known ones, and the state that a heartbeat saw before it.
+        self._reads, self._read, self._nodes_state = 0, 0, ""
         self._lock = threading.Lock()
+        self._arming: dict[NodeId, threading.Lock] = {}
         self._notices: NotificationListener | None = None
 
     def route(self, topic: str) -> Route:
@@ -78,13 +81,29 @@ class RouteCache:
         node = self._nodes.get(node_id)
         return node if node is not None else self.refresh_nodes()[node_id]
 
-    def refresh_nodes(self) -> dict[NodeId, Node]:
+    def refresh_nodes(self, state: str = "") -> dict[NodeId, Node]:
         """Read all nodes from Postgres."""
+        with self._lock:
+            self._reads += 1
+            number = self._reads
         with self._database.connection() as connection:
             known = {node.node_id: (node, armed_at) for node, armed_at in _read_nodes(connection)}
         nodes = {node_id: node for node_id, (node, _) in known.items()}
-        self._nodes, self._armed_at = nodes, {node_id: armed_at for node_id, (_, armed_at) in known.items()}
+        with self._lock:
+            # A slower reader must not restore what was before, least of all under a later state.
+            if number > self._read:
+                self._read, self._nodes, self._nodes_state = number, nodes, state
+                self._armed_at = {node_id: armed_at for node_id, (_, armed_at) in known.items()}
         return nodes
+
+    def follow_nodes(self, state: str) -> dict[NodeId, Node]:
+        """Return all nodes, read again if a heartbeat answered another state."""
+        return self._nodes if state == self._nodes_state != "" else self.refresh_nodes(state)
+
+    def arming(self, node_id: NodeId) -> threading.Lock:
+        """Return this process's lock for arming a node."""
+        # However many members need it, one connection does.
+        return self._arming.setdefault(node_id, threading.Lock())
 
     @property
     def nodes(self) -> dict[NodeId, Node]:

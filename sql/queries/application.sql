@@ -7,6 +7,12 @@ EXISTS (SELECT FROM mqlayer_app.identity i WHERE i.outbox_uuid = %(outbox_uuid)s
 NOT EXISTS (SELECT FROM (SELECT t.deleted_at FROM mqlayer_app.topic t WHERE t.topic_id = %(topic_id)s FOR KEY SHARE) AS held
             WHERE held.deleted_at IS NOT NULL);
 
+-- part: known_numbers_and_term
+-- What the statement sees is numbered as its relay knows, and was committed in the relay's term, on its timeline.
+EXISTS (SELECT FROM mqlayer_app.identity i
+        WHERE i.outbox_uuid = %(outbox_uuid)s AND mqlayer_app.timeline_holds_v1(i.timeline)
+          AND mqlayer_app.term_v1() = %(term)s);
+
 -- name: outbox_topic_put
 -- Let an application database publish to a topic. No target after ON CONFLICT: two that attach a topic at once meet at its
 -- name as well as at its number.
@@ -126,13 +132,14 @@ SELECT set_config('enable_sort', 'off', false), set_config('jit', 'off', false);
 
 -- name: outbox_scan
 -- The next rows by id, up to so many bytes of bodies: a hint of what is new. Other relays' LPs come without content.
+-- Nothing in another term, or once the outbox is numbered anew: this needs no question of its own behind the read.
 SELECT id, CASE WHEN ours THEN topic_id * 1024::bigint + lp END AS chain, seq, facts, key, CASE WHEN ours THEN body END
 FROM (
     SELECT m.*, (m.lp >> 6) = ANY(%(lp_sets)s::int[]) AS ours,
            sum(m.size) OVER (ORDER BY m.id ROWS UNBOUNDED PRECEDING) - m.size AS bytes_before
     FROM (SELECT * FROM mqlayer_app.outbox_message WHERE id > %(after)s ORDER BY id LIMIT %(limit)s) AS m
 ) AS bounded
-WHERE bytes_before < %(bytes)s ORDER BY id;
+WHERE bytes_before < %(bytes)s AND {known_numbers_and_term} ORDER BY id;
 
 -- name: outbox_late
 -- Rows of given ids that were not visible before; otherwise as outbox_scan.
@@ -142,7 +149,7 @@ FROM (
            sum(m.size) OVER (ORDER BY m.id ROWS UNBOUNDED PRECEDING) - m.size AS bytes_before
     FROM mqlayer_app.outbox_message AS m WHERE m.id = ANY(%(ids)s::bigint[])
 ) AS bounded
-WHERE bytes_before < %(bytes)s ORDER BY id;
+WHERE bytes_before < %(bytes)s AND {known_numbers_and_term} ORDER BY id;
 
 -- name: outbox_of_lps
 -- The next rows of some LPs, each after a seq: the order that counts.
@@ -256,7 +263,7 @@ WHERE v.id = %(id)s AND v.ended IS NULL FOR UPDATE OF v;
 
 -- name: voided_publish
 -- Publish the message anew, at the end of its key's LP.
-SELECT mqlayer_app.publish_v1(%(topic)s, v.key, v.body, v.headers::jsonb) FROM mqlayer_app.voided v WHERE v.id = %(id)s;
+SELECT mqlayer_app.publish_v2(%(topic)s, v.key, v.body, v.headers::jsonb) FROM mqlayer_app.voided v WHERE v.id = %(id)s;
 
 -- name: voided_end
 -- Note what came of it, and let the message go.
@@ -332,7 +339,7 @@ SELECT mqlayer_app.outbox_renew_v1(%(keep)s) AS waiting;
 
 -- name: outbox_publish
 -- Publish one message in the caller's transaction.
-SELECT mqlayer_app.publish_v1(%(topic)s, %(key)s, %(body)s::bytea, %(headers)s::jsonb);
+SELECT mqlayer_app.publish_v2(%(topic)s, %(key)s, %(body)s::bytea, %(headers)s::jsonb);
 
 -- name: outbox_publish_many
 -- Publish several messages in the caller's transaction. Arrays go in the binary format: in the text of one, where

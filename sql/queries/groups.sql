@@ -210,11 +210,13 @@ WHERE own.group_id = %(group_id)s AND own.member_id = %(member_id)s
 SELECT nextval('mqlayer.member_session');
 
 -- part: state_of_beat
--- What a heartbeat answers: which protocol versions the schema serves, and what state all that the member may know of is
--- in: where that is as it was, nothing else has to be read. A breaker that is not closed changes with time. Rows by their
--- transaction, where no version counts their changes.
+-- What a heartbeat answers: which protocol versions the schema serves, and what state the nodes are in, and all else that
+-- the member may know of: where that is as it was, nothing else has to be read. A breaker that is not closed changes with
+-- time. Rows by their transaction, where no version counts their changes. The nodes once for all heartbeats.
 p.serves_from, p.in_force, p.serves_to, coalesce(g.allocation, 0) AS allocation,
        (extract(epoch FROM clock_timestamp()) * 1000)::bigint AS now_ms,
+       (SELECT concat_ws(' ', count(*), sum(hashtextextended(concat_ws(' ', n.armed_run_id, n.url), n.xmin::text::bigint)))
+        FROM mqlayer.node n WHERE n.removed_at IS NULL) AS nodes,
        ROW(g.version, g.seek, g.replay, g.parking, g.settings_version, g.paused_at, t.xmin,
            EXISTS (SELECT FROM mqlayer.redrive d WHERE d.group_id = g.group_id AND d.state = 'running' AND d.newer = 'wait'
                    AND d.name IS NULL),
@@ -224,7 +226,8 @@ p.serves_from, p.in_force, p.serves_to, coalesce(g.allocation, 0) AS allocation,
                  AND sm.reported_at > now() - make_interval(secs => g.breaker_window_s)) END,
            CASE WHEN b.group_id IS NOT NULL THEN clock_timestamp() END,
            own.partitions, own.changes, own.pauses)::text AS state
-FROM given CROSS JOIN mqlayer.protocol p
+-- One row, which is too few for statistics: without the limit it counts as a thousand.
+FROM given CROSS JOIN (SELECT * FROM mqlayer.protocol LIMIT 1) p
 LEFT JOIN mqlayer.consumer_group g ON g.group_id = given.group_id
 LEFT JOIN mqlayer.topic t USING (topic_id)
 LEFT JOIN mqlayer.breaker b ON b.group_id = g.group_id
@@ -243,10 +246,12 @@ WITH given AS MATERIALIZED (SELECT %(group_id)s::bigint AS group_id, %(member_id
 SELECT (SELECT count(*) FROM beat) AS known, {state_of_beat};
 
 -- name: members_beat
--- The same for several members of a process, in their order.
+-- The same for several members of a process, in their order. The planner does not see the arrays, or it would plan each
+-- call anew, which costs more than the call.
 WITH given AS MATERIALIZED (
-    SELECT * FROM unnest(%(group_ids)s::bigint[], %(member_ids)s::text[], %(sessions)s::bigint[], %(lease_s)s::float8[],
-                         %(acts_on)s::int[]) WITH ORDINALITY AS one (group_id, member_id, session, lease_s, acts_on, number)
+    SELECT * FROM unnest((SELECT %(group_ids)s::bigint[]), (SELECT %(member_ids)s::text[]), (SELECT %(sessions)s::bigint[]),
+                         (SELECT %(lease_s)s::float8[]), (SELECT %(acts_on)s::int[]))
+        WITH ORDINALITY AS one (group_id, member_id, session, lease_s, acts_on, number)
 ), beat AS (
     UPDATE mqlayer.member m SET lease_until = now() + make_interval(secs => given.lease_s), acts_on = given.acts_on
     FROM given
@@ -258,13 +263,18 @@ SELECT (SELECT count(*) FROM beat WHERE beat.session = given.session) AS known, 
 ORDER BY given.number;
 
 -- name: group_unbalanced
--- Whether a group needs a rebalance: a lease ran out, a partition has no owner, or partitions came or went.
+-- Whether a group needs a rebalance: a lease ran out, a partition has no owner, or partitions came or went. Few partitions
+-- have no owner, so whether the group may consume them is asked of these only.
+WITH free AS MATERIALIZED (
+    SELECT p.partition_id FROM mqlayer.consumer_group g
+    JOIN mqlayer.partition p ON p.topic_id = g.topic_id AND p.state IN ('open', 'sealed')
+    LEFT JOIN mqlayer.assignment a ON a.group_id = %(group_id)s AND a.partition_id = p.partition_id
+    WHERE g.group_id = %(group_id)s AND g.mode = 'exclusive' AND a.member_id IS NULL
+)
 SELECT EXISTS (SELECT FROM mqlayer.member m WHERE m.group_id = %(group_id)s AND m.member_id <> %(member_id)s
                AND m.lease_until < now() AND m.lease_until > '-infinity')
-       OR EXISTS (SELECT FROM mqlayer.readable r
-                  LEFT JOIN mqlayer.assignment a ON a.group_id = r.group_id AND a.partition_id = r.partition_id
-                  JOIN mqlayer.consumer_group g ON g.group_id = r.group_id AND g.mode = 'exclusive'
-                  WHERE r.group_id = %(group_id)s AND a.member_id IS NULL AND EXISTS (
+       OR EXISTS (SELECT FROM free JOIN mqlayer.readable r ON r.group_id = %(group_id)s AND r.partition_id = free.partition_id
+                  WHERE EXISTS (
                       SELECT FROM mqlayer.member s
                       WHERE s.group_id = r.group_id AND s.lease_until >= now() AND NOT s.leaving
                         AND coalesce(s.deployment = r.deployment, true))) AS unbalanced;

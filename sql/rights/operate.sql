@@ -149,6 +149,7 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.protocol_finalize_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.protocol_reopen_v1 TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.publish_any TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.publish_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.publish_v2 TO {role};
 GRANT SELECT, INSERT (acts_on, host, least, lease_until, most, pid, relay_id, sent_at, version), UPDATE (acts_on, lease_until,
     sent_at, version), DELETE ON mqlayer_app.relay TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.relay_epoch TO {role};

@@ -34,4 +34,5 @@ GRANT EXECUTE ON FUNCTION mqlayer_app.publish_many_once_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.publish_many_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.publish_once_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.publish_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.publish_v2 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.tags_v1 TO {role};

@@ -104,7 +104,7 @@ def _publish(connection: Connection, history: History, rng: random.Random, value
     key = f"key-{rng.randrange(KEYS)}"
     operation = history.begin(Publish(topic=TOPIC, key=key, value=value))
     try:
-        row = connection.execute("SELECT mqlayer_app.publish_v1(%s, %s, %s)", (TOPIC, key, value.encode())).fetchone()
+        row = connection.execute("SELECT mqlayer_app.publish_v2(%s, %s, %s)", (TOPIC, key, value.encode())).fetchone()
         connection.execute("SELECT pg_sleep(%s)", (rng.random() * 0.004,))
         identity = {"source": 1, "lp": lp_of(key.encode()), "seq": row[0] if row else 0}
         if rng.random() < 0.1:
@@ -569,7 +569,7 @@ def publish_batch(connection: Connection, history: History, keys: Sequence[str],
     try:
         # One round trip for all, as `publish_many` has; that one does not say which seqs they got.
         with connection.pipeline():
-            publish = "SELECT mqlayer_app.publish_v1(%s, %s, %s)"
+            publish = "SELECT mqlayer_app.publish_v2(%s, %s, %s)"
             answers = [connection.execute(publish, (TOPIC, key, value.encode())) for key, value in sent]
         rows = [answer.fetchone() for answer in answers]
         (connection.rollback if goes_back else connection.commit)()

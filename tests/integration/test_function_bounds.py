@@ -29,8 +29,9 @@ WHOLE_RANGE: Final = {"p_replay", "p_replays", "p_seek"}
 # A source below 0 is of what a replay of the archive gave.
 BELOW_ZERO: Final = {("fence_v1", "p_source_id"), ("fence_many_v1", "p_source_ids")}
 NULL_MEANS_NONE: Final = {
-    ("publish_v1", "p_key"), ("publish_v1", "p_headers"), ("publish_once_v1", "p_key"),
-    ("publish_once_v1", "p_headers"), ("publish_at_v1", "p_key"), ("publish_at_v1", "p_headers"),
+    ("publish_v1", "p_key"), ("publish_v1", "p_headers"), ("publish_v2", "p_key"), ("publish_v2", "p_headers"),
+    ("publish_once_v1", "p_key"), ("publish_once_v1", "p_headers"),
+    ("publish_at_v1", "p_key"), ("publish_at_v1", "p_headers"),
     ("publish_many_v1", "p_keys"), ("publish_many_v1", "p_headers"), ("publish_many_once_v1", "p_keys"),
     ("publish_many_once_v1", "p_headers"), ("publish_many_once_v1", "p_dedup_ids"),
     ("fence_v1", "p_key"), ("fence_many_v1", "p_keys"), ("inbox_put_v1", "p_name"), ("inbox_put_v1", "p_replay"),

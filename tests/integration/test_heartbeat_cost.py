@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +20,8 @@ from mqlayer.groups.members import GROUP_HEARTBEATS, LOOKS, HeardGroup, send_hea
 from mqlayer.groups.pauses import pause_partitions, pause_topic
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
+from mqlayer.redis.node_connection import Node
+from mqlayer.runtime import heartbeat_sender, route_cache
 from mqlayer.runtime.heartbeat_sender import HeartbeatSender
 from mqlayer.runtime.route_cache import RouteCache
 from tests.fixtures.consumers import Stage, StartStage, member_of
@@ -343,3 +345,130 @@ def test_all_heartbeats_of_a_statement_that_fails_fail(stage: Stage, group: Grou
     with pytest.raises(MqlayerError):
         send_heartbeat(stage.database, one.session, lease_s=float("nan"), sender=sender)
     assert send_heartbeat(stage.database, one.session, lease_s=LEASE_S, sender=sender).known
+
+
+def test_a_heartbeat_waits_for_others_and_one_with_a_reason_for_none(
+    stage: Stage, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat_sender, "GATHER_S", 60.0)
+    monkeypatch.setattr(heartbeat_sender, "MOST", 3)
+    listeners = [Listener(stage, group, f"m{number}") for number in range(3)]
+    held = HeldBack(stage.database)
+    held.go.set()
+    sender = HeartbeatSender(held)  # type: ignore[arg-type]
+
+    def beat(one: Listener) -> HeartbeatReply:
+        return send_heartbeat(stage.database, one.session, lease_s=LEASE_S, heard=one.heard, sender=sender)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(reply.known for reply in pool.map(beat, listeners))
+        assert held.carried == [3], "as many as a statement takes"
+        waiting = pool.submit(beat, listeners[0])
+        wait_until(lambda: len(sender._waiting) == 1, what="one to wait for others")
+        listeners[1].heard.urgent = True
+        assert beat(listeners[1]).known
+        assert waiting.result(20).known
+        assert held.carried == [3, 2]
+    listeners[2].heard.urgent = True
+    assert beat(listeners[2]).known
+    assert held.carried == [3, 2, 1]
+
+
+@pytest.mark.parametrize("analyzed", [False, True])
+def test_heartbeats_are_not_planned_anew_each_time(stage: Stage, group: Group, *, analyzed: bool) -> None:
+    """Planning costs more than the statement does."""
+    listeners = [Listener(stage, group, f"m{number}") for number in range(8)]
+    batch = [membership._facts(one.session) | {"lease_s": LEASE_S, "acts_on": 1} for one in listeners]
+    together = heartbeat_sender.together(batch)
+    with kept_session(stage.dsn, autocommit=True) as connection:
+        if analyzed:
+            connection.execute("ANALYZE mqlayer.member, mqlayer.assignment, mqlayer.consumer_group, mqlayer.protocol")
+        for name, facts in (("member_beat", batch[0]), ("members_beat", together)):
+            for _ in range(8):
+                connection.execute(query(name), facts, prepare=True)
+            asked = "SELECT generic_plans, custom_plans FROM pg_prepared_statements WHERE statement LIKE %s"
+            row = connection.execute(asked, [query(name)[:40] + "%"]).fetchone()
+            # Five with their arguments, by which the server judges what planning is worth.
+            assert row == (3, 5), name
+
+
+def set_zone(stage: Stage, zone: str) -> None:
+    """Change all nodes."""
+    with stage.database.connection() as connection:
+        connection.execute("UPDATE mqlayer.node SET zone = %s", [zone])
+
+
+def zones(nodes: Mapping[Any, Node]) -> set[str]:
+    """Return the zones of nodes."""
+    return {node.zone for node in nodes.values()}
+
+
+def test_members_read_the_nodes_only_when_one_has_changed(
+    stage: Stage, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes times members would be read each second."""
+    monkeypatch.setattr(membership, "RNG", Unlucky())
+    listeners: list[Listener] = []
+    grow(stage, group, listeners, LOOKS)
+    routes = RouteCache(stage.database)
+    assert zones(routes.follow_nodes(listeners[0].beat().nodes)) == {""}
+    with statements(monkeypatch) as executed:
+        for one in listeners:
+            routes.follow_nodes(one.beat().nodes)
+    assert executed == [query("member_beat")] * LOOKS
+    set_zone(stage, "a")
+    assert zones(routes.follow_nodes(listeners[1].beat().nodes)) == {"a"}
+    assert routes.nodes == routes.follow_nodes("")
+
+
+def test_a_slow_reading_of_nodes_does_not_restore_what_was_before(
+    stage: Stage, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routes, has_read, goes_on = RouteCache(stage.database), threading.Event(), threading.Event()
+    read = route_cache._read_nodes
+
+    def slowly(connection: Any) -> Any:
+        found = read(connection)
+        has_read.set()
+        assert goes_on.wait(20)
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(route_cache, "_read_nodes", slowly)
+        slow = pool.submit(routes.follow_nodes, "earlier")
+        assert has_read.wait(20)
+        monkeypatch.setattr(route_cache, "_read_nodes", read)
+        set_zone(stage, "a")
+        assert zones(routes.follow_nodes("later")) == {"a"}
+        goes_on.set()
+        slow.result(20)
+    assert zones(routes.nodes) == zones(routes.follow_nodes("later")) == {"a"}
+
+
+@pytest.mark.parametrize("plans", ["force_custom_plan", "force_generic_plan"])
+def test_a_look_at_a_group_asks_only_of_partitions_without_an_owner_whether_it_may_consume_them(
+    stage: Stage, group: Group, plans: str
+) -> None:
+    one = Listener(stage, group, "m0")
+    facts = membership._facts(one.session)
+
+    def looked() -> int:
+        """Return how often each of the tables was asked that hide partitions."""
+        with kept_session(stage.dsn, autocommit=True) as connection:
+            connection.execute("SELECT set_config('plan_cache_mode', %s, false)", [plans])
+            row = connection.execute("EXPLAIN (ANALYZE, FORMAT JSON) " + query("group_unbalanced"), facts).fetchone()
+        assert row is not None
+        hiding = {"drained", "partition_pause"}
+        return sum(node["Actual Loops"] for node in nodes_of(row[0][0]["Plan"]) if node.get("Relation Name") in hiding)
+
+    assert looked() == 0
+    with stage.database.connection() as connection:
+        connection.execute("UPDATE mqlayer.assignment SET member_id = NULL, target = NULL WHERE partition_id = 1")
+    assert looked() > 0
+
+
+def nodes_of(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield all nodes of a plan."""
+    yield plan
+    for child in plan.get("Plans", ()):
+        yield from nodes_of(child)

@@ -262,6 +262,21 @@ def test_progress_is_recorded_and_the_next_relay_begins_there(world: World) -> N
         assert relay.appended_count == 10
 
 
+def test_rows_go_on_while_the_record_of_progress_waits(world: World) -> None:
+    waiting = "SELECT count(*)::int FROM pg_locks WHERE relation = 'mqlayer_app.relayed'::regclass AND NOT granted"
+    with world.relay(), kept_session(world.dsn) as connection:
+        world.publish(10)
+        world.wait_until_whole()
+        with connection.transaction():
+            connection.execute("LOCK TABLE mqlayer_app.relayed IN SHARE MODE")
+            world.publish(20, tag="recorded later")
+            wait_until(lambda: world.rows(waiting) == [(1,)], what="the record to wait")
+            world.publish(20, tag="behind")
+            world.wait_until_whole(timeout_s=10)
+            assert world.rows(waiting) == [(1,)]
+    assert world.rows("SELECT sum(seq)::int FROM mqlayer_app.relayed") == [(50,)]
+
+
 def test_a_copy_of_the_database_is_refused_with_what_to_do(world: World) -> None:
     relay_once(world.settings(), limits=QUICK)
     world.rows("UPDATE mqlayer.source SET cluster = '1/elsewhere'")

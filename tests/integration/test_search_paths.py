@@ -67,6 +67,7 @@ INNER: Final = {
     "mqlayer_app.check_group_v1": "SELECT mqlayer_app.check_group_v1(1)",
     "mqlayer_app.check_topic_v1": "SELECT mqlayer_app.check_topic_v1('orders')",
     "mqlayer_app.check_versions_v1": "SELECT mqlayer_app.check_versions_v1('other')",
+    "mqlayer_app.publish_further_v1": "SELECT mqlayer_app.publish_further_v1('orders', 'k', 'x', NULL)",
     "mqlayer_app.fence_copy_v1": "SELECT mqlayer_app.fence_copy_v1(1, 2, 0, 0::smallint, 64::smallint)",
     "mqlayer_app.inbox_copy_v1": "SELECT mqlayer_app.inbox_copy_v1(1, 2, 0, '', 10)",
     "mqlayer_app.topic_drop_v1": "SELECT mqlayer_app.topic_drop_v1(99, 'gone', true)",

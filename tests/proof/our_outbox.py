@@ -25,7 +25,7 @@ class OurOutbox:
         connection.execute(query("outbox_counters_put"), facts)
 
     def publish(self, connection: Connection, key: str, value: str) -> MessageEvent:
-        row = connection.execute("SELECT mqlayer_app.publish_v1(%s, %s, %s)", (TOPIC, key, value.encode())).fetchone()
+        row = connection.execute("SELECT mqlayer_app.publish_v2(%s, %s, %s)", (TOPIC, key, value.encode())).fetchone()
         assert row is not None
         return Publish(topic=TOPIC, key=key, source=self._source, lp=lp_of(key.encode()), seq=row[0], value=value)
 

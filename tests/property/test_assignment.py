@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from math import ceil
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -193,3 +194,25 @@ def test_by_rate_hot_partitions_are_kept_apart_and_idle_ones_spread() -> None:
 def test_by_rate_there_may_be_nobody() -> None:
     assert assign_by_rate([PartitionId(1)], [], {}, {}) == {}
     assert assign_by_rate([], ["a"], {}, {}) == {}
+
+
+@pytest.mark.parametrize("zone", ["", "a"])
+def test_the_choice_looks_at_each_partition_a_few_times_however_many_members_there_are(zone: str) -> None:
+    """Ten times the partitions and members are ten times the looks, from nothing and after a third vanished."""
+
+    class Counted(Zones):
+        looks = 0
+
+        def is_home(self, partition: PartitionId, member: str) -> bool:
+            """Count a look."""
+            self.looks += 1
+            return super().is_home(partition, member)
+
+    for count in (30, 300):
+        members = [f"m{number:03d}" for number in range(count)]
+        partitions = [PartitionId(number) for number in range(1, 10 * count + 1)]
+        homes = dict.fromkeys(partitions, zone), dict.fromkeys(members, zone)
+        zones = Counted(*homes)
+        owners = assign(partitions, members, {}, zones)
+        assign(partitions, members[: count * 2 // 3], owners, zones)
+        assert zones.looks <= 12 * len(partitions)

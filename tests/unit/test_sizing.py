@@ -10,7 +10,10 @@ from typing import Any, Final
 
 import pytest
 
-from mqlayer.consuming.api.app import CONNECTIONS_OF_A_MEMBER
+from bench.memory_table import BENCHES as MEMORY_BENCHES
+from bench.memory_table import TEXTS, size, table
+from bench.recording import RESULTS, all_of
+from mqlayer.consuming.api.app import CONNECTIONS, CONNECTIONS_OF_A_MEMBER
 from mqlayer.consuming.engine.options import MemberOptions
 from mqlayer.domain.names import BODY_LIMIT
 from mqlayer.domain.sizing import (
@@ -24,6 +27,7 @@ from mqlayer.domain.sizing import (
     requirements,
 )
 from mqlayer.errors import InvalidInput
+from mqlayer.producing import ProducerOptions
 from mqlayer.relay.relay import MOST_CONNECTIONS as OF_A_RELAY
 from mqlayer.settings import Settings
 from mqlayer.workers.connections import MOST_CONNECTIONS as OF_A_WORKER
@@ -31,7 +35,10 @@ from tests.fixtures.commands import Commands
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "how-to" / "size.md"
 EXAMPLE: Final = re.compile(r"```bash\nmqlayer (size .*)\n```\n\n```text\n(.*?)```", re.DOTALL)
-RECORD: Final = re.compile(r"^\| record of ([\d,]+) bytes \| ([\d,]+) B \|", re.MULTILINE)
+RECORD: Final = re.compile(r"^\| node \| record of ([\d,]+) bytes \| ([\d,]+) B \|", re.MULTILINE)
+COUNTED: Final = re.compile(
+    r"^\| (relay|one consumer|three consumers|direct producer) \| \d+ \| \d+ \| (\d+) \|$", re.MULTILINE
+)
 LOAD: Final = PlannedLoad(rate=500)
 
 
@@ -42,9 +49,37 @@ def needs(load: PlannedLoad) -> dict[str, int]:
 def test_the_figures_are_those_of_the_code() -> None:
     assert Figures.of_relay == 2 * OF_A_RELAY + 2
     assert Figures.of_worker == 2 * OF_A_WORKER
-    assert Figures.of_consumer == CONNECTIONS_OF_A_MEMBER
+    assert (Figures.of_consumer_process, Figures.of_consumer) == (7 + CONNECTIONS, CONNECTIONS_OF_A_MEMBER)
     assert MemberOptions().prefetch_bytes == Figures.prefetch_bytes
+    assert ProducerOptions().max_pending_messages == Figures.pending_messages
+    assert ProducerOptions().max_pending_bytes == Figures.pending_bytes
     assert Settings.model_fields["inbox_horizon_s"].default == WEEK_S
+
+
+def test_a_nodes_connections_are_those_that_the_page_counted() -> None:
+    one, more = Figures.node_of_consumer_process, Figures.node_of_consumer
+    assert {kind: int(count) for kind, count in COUNTED.findall(page())} == {
+        "relay": Figures.node_of_relay,
+        "one consumer": one + more,
+        "three consumers": one + 3 * more,
+        "direct producer": Figures.node_of_producer,
+    }
+
+
+def test_the_pages_table_is_made_from_the_record() -> None:
+    """Where this fails, run `python -m bench.memory_table` and put its lines into the page."""
+    assert table(all_of(RESULTS)) in page()
+
+
+def test_measured_bytes_are_near_the_figures_that_are_computed_with() -> None:
+    """Where this fails, a release takes other amounts of memory: change `Figures`. The page says the rest."""
+    known = {name for lines in TEXTS.values() for name in lines}
+    runs = [line for run in all_of(RESULTS) for line in run.lines if line.bench in MEMORY_BENCHES]
+    last = {line.name: line.median() for line in runs}
+    assert set(last) == known
+    apart = {name for name, line in last.items() if not 0.7 <= (line.ratio or 0) <= 1.1}
+    # An outbox row takes 150 to 210 bytes, a partition its first block of records.
+    assert apart <= {"node_memory[partition without records]"}
 
 
 def test_the_page_and_the_command_have_the_same_sizes_of_records() -> None:
@@ -76,7 +111,7 @@ def test_groups_share_processes_with_several_consumers() -> None:
     load = replace(LOAD, rate=100, groups=4, consumers_per_process=4, handler_ms=72)
     # 32 handlers of 72 ms are 400 messages/s: all that four groups get.
     assert process_count(load) == 1
-    assert needs(load)["postgres_connections"] == 52 + 40 + 7 + 48
+    assert needs(load)["postgres_connections"] == 52 + 40 + 17 + 8
     assert process_count(replace(load, consumers_per_process=1)) == 4
 
 
@@ -104,6 +139,21 @@ def test_a_load_without_an_outbox_has_no_rows_of_it() -> None:
     found = needs(replace(LOAD, relays=0, producers=1))
     assert "outbox_bytes" not in found
     assert found["postgres_bytes"] == 0
+
+
+def test_processes_that_publish_take_the_memory_computed_by_hand() -> None:
+    found = needs(replace(LOAD, relays=3, producers=2, partitions=10))
+    assert found["relay_memory_bytes"] == 3 * (78_000_000 + 10 * 1_900) + 1_024 * 470
+    assert found["producer_memory_bytes"] == 2 * (72_000_000 + 10 * 1_000 + 1_024 * 1_800 + 100_000 * 2_256)
+    large = replace(LOAD, body_bytes=10_000, producers=1, partitions=10)
+    assert needs(large)["producer_memory_bytes"] - 72_000_000 - 10_000 - 1_843_200 == 200_000_000 + 64_000_000
+    assert not {"relay_memory_bytes", "producer_memory_bytes"} & needs(replace(LOAD, relays=0)).keys()
+    one, two = (needs(replace(LOAD, groups=2, consumers_per_process=each)) for each in (1, 2))
+    assert one["consumer_memory_bytes"] - two["consumer_memory_bytes"] == 72_000_000 - 340_000
+
+
+def test_sizes_are_shown_in_bytes_and_megabytes() -> None:
+    assert [size(one) for one in (59.4, 13_481, 72_622_080)] == ["59 B", "13,481 B", "72.6 MB"]
 
 
 def test_memory_of_all_nodes_grows_by_kind() -> None:

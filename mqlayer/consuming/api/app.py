@@ -77,8 +77,10 @@ from mqlayer.topics.schemas import store_schema
 log = event_logger(__name__)
 
 _started: Final[WeakSet[App]] = WeakSet()
-CONNECTIONS_OF_A_MEMBER: Final = 12
-"""At most, on demand: heartbeat, parking worker, threads that arm nodes."""
+CONNECTIONS: Final = 10
+"""At most, to arm nodes."""
+CONNECTIONS_OF_A_MEMBER: Final = 2
+"""At most: reports, parking worker."""
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
@@ -282,7 +284,7 @@ class App:
             raise Conflict("the application is running", "stop it first")
         _warn_of_others(self)
         settings = self.settings
-        size = CONNECTIONS_OF_A_MEMBER * len(self.consumers)
+        size = CONNECTIONS + CONNECTIONS_OF_A_MEMBER * len(self.consumers)
         control, effects = settings.control_dsn(), settings.application_dsn()
         wait_s = settings.connect_timeout_s
         database = Database(control, application="mqlayer consumer", max_size=size, timeout_s=wait_s)

@@ -50,15 +50,15 @@ REPLACED: Final = "another process took the member's id, or it was evicted"
 class Heartbeat(Service):
     """One member's heartbeat thread.
 
-    `partitions` follow each reply, then `refresh_nodes` runs; `replaced` is called with a reason when the member ends.
-    `refused` is called when the schema no longer serves this code: the member has to drain.
+    `partitions` follow each reply, then `refresh_nodes`; `replaced` is called with a reason when the member ends,
+    `refused` when the schema no longer serves this code.
     """
 
     def __init__(
         self,
         core: MemberCore,
         partitions: MemberPartitions,
-        refresh_nodes: Callable[[], None],
+        refresh_nodes: Callable[[str], object],
         replaced: Callable[[str], None],
         rejoin: Callable[[], object] | None = None,
         events: MemberEvents | None = None,
@@ -112,13 +112,14 @@ class Heartbeat(Service):
     def _await_work(self) -> None:
         if self.wake.wait(self._wait_s()):
             # For a reason, which no number may show.
-            self._heard.wants_all = True
+            self._heard.wants_all = self._heard.urgent = True
         self.wake.clear()
 
     def _wait_s(self) -> float:
         # So that a large group costs Postgres no more than this: notifications tell of hand-overs.
         every_s = min(self._lease_s / 3, max(self._every_s, self._heard.members / GROUP_HEARTBEATS))
-        return (UNREPORTED_S if self._partitions.unreported else every_s) * RNG.uniform(0.8, 1.0)
+        most_s = UNREPORTED_S if self._partitions.unreported else every_s
+        return self._sender.wait_s(most_s) if self._sender else most_s * RNG.uniform(0.8, 1.0)
 
     def _pass(self) -> None:
         if self._stopping.is_set():
@@ -184,7 +185,8 @@ class Heartbeat(Service):
             zone=self._core.runtime.settings.zone,
         )
         self._in_force.note(self._session.acts_on)
-        self._heard = HeardGroup()
+        # It has just looked at the group, which each member that joins would do again.
+        self._heard = HeardGroup(members=GROUP_HEARTBEATS)
         self._own = [number]
         self._extend(began)
         self._heartbeat(self._session)
@@ -196,7 +198,7 @@ class Heartbeat(Service):
             self._extend(began)
             self._partitions.follow(session, answer)
             # An old primary that lives on behind an open connection does not report its replacement.
-            self._refresh_nodes()
+            self._refresh_nodes(answer.nodes)
             try:
                 refuse_unserved(answer.served, "control", self._database.address)
             except VersionRefused as error:

@@ -36,6 +36,11 @@ class NodeIo(Generic[R, S]):
         self.reader.start()
         self.settler.start()
 
+    @property
+    def node(self) -> Node:
+        """Run and address in use."""
+        return self._connections[0].node
+
     def set_node(self, node: Node) -> None:
         """Use only this run and address."""
         for connection in self._connections:
@@ -107,9 +112,9 @@ class MemberNodes(Generic[R, S]):
             if not node_io.settler.wake.is_set():
                 node_io.settler.wake.set()
 
-    def refresh(self) -> None:
+    def refresh(self, state: str) -> None:
         """Follow changed nodes. Raises StoreUnavailable."""
-        nodes = self._core.routes.refresh_nodes()
+        nodes = self._core.routes.follow_nodes(state)
         for node_id, node_io in self._by_node.items():
             if node_id in nodes:
                 node_io.set_node(nodes[node_id])
@@ -120,8 +125,12 @@ class MemberNodes(Generic[R, S]):
         if node_io is None or not node_io.repairing.acquire(blocking=False):
             return
         try:
-            armed = self._arm(node_id)
-            self._core.routes.refresh_nodes()
+            with self._core.routes.arming(node_id):
+                armed = self._node(node_id)
+                # Another member of this process may have armed it meanwhile.
+                if armed == node_io.node:
+                    armed = self._arm(node_id)
+                    self._core.routes.refresh_nodes()
             node_io.set_node(armed)
         except MqlayerError as error:
             log.warning("node_not_armed", extra={"node_id": node_id, "reason": str(error)})

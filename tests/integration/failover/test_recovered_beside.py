@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import threading
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +21,10 @@ from mqlayer.redis.node_connection import NodeConnection
 from mqlayer.redis.partition_scripts import MessageRun, Refused, append_command, append_reply
 from mqlayer.relay import RelayLimits, recover_now, relay_once
 from mqlayer.relay.backoff import FIRST_S
-from mqlayer.relay.lp_cursors import LpCursor, Target
+from mqlayer.relay.lp_cursors import LpCursor, LpCursors, Target, chain_of
 from mqlayer.relay.outbox_reader import OutboxReader
 from mqlayer.relay.outbox_source import term_of
+from mqlayer.relay.progress_writer import ProgressWriter
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.stack import RedisServer
 from mqlayer.topics import rearm_node, register_node
@@ -35,6 +38,7 @@ from tests.proof.route_steps import split
 from tests.proof.runtimes import runtime_of
 from tests.proof.world import QUICK, World
 
+SETS = list(range(16))
 ENDED = "SELECT count(*)::int FROM mqlayer.source WHERE closed_at IS NOT NULL"
 
 pytestmark = pytest.mark.world(own_node=True, partitions=1, relayed=20, keys=4)
@@ -179,6 +183,59 @@ def test_progress_counts_in_the_term_only_in_which_its_rows_were_read(world: Wor
         reader.term = "another"
         reader.put_relayed({LpCursor(topic_id * 1024 + lp, Target(1, 1, 0)): 7})
     assert noted(world) == before
+
+
+@pytest.mark.world(own_node=True, partitions=1, relayed=5, keys=1)
+def test_rows_are_read_under_known_numbers_and_in_the_known_term_only(world: World, database_dsn: str) -> None:
+    ((outbox_uuid, term),) = world.rows("SELECT outbox_uuid, mqlayer_app.term_v1() FROM mqlayer_app.identity")
+    ids = [row[0] for row in world.rows("SELECT id FROM mqlayer_app.outbox")]
+
+    def read(outbox_uuid: uuid.UUID, term: str) -> tuple[int, int]:
+        with connect(database_dsn) as connection:
+            reader = OutboxReader(connection, RelayLimits())
+            reader.outbox_uuid, reader.term = outbox_uuid, term
+            return len(reader.scan(SETS)), len(reader.late(ids, SETS))
+
+    assert read(outbox_uuid, term) == (5, 5)
+    assert read(outbox_uuid, "another") == read(uuid.uuid4(), term) == (0, 0)
+    world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
+    assert read(outbox_uuid, term) == (0, 0)
+
+
+@pytest.mark.world(own_node=True, partitions=1, relayed=5, keys=1)
+def test_progress_under_way_does_not_raise_what_is_lowered_meanwhile(world: World, database_dsn: str) -> None:
+    """A node fell behind what the relay is about to record: rotation must keep the rows."""
+    ((topic_id, lp),) = world.rows("SELECT topic_id, lp FROM mqlayer_app.relayed")
+    cursor = LpCursor(chain_of(topic_id, lp), Target(1, 1, 0), seq=5)
+    sender: Any = SimpleNamespace(moved={cursor.chain: cursor}, fallen={}, missing=[])
+    confirmations: Any = SimpleNamespace(take=dict)
+    gate = threading.Event()
+    with connect(database_dsn) as connection, ThreadPoolExecutor() as pool:
+        reader = OutboxReader(connection, RelayLimits())
+        ((reader.outbox_uuid, reader.term),) = world.rows(
+            "SELECT outbox_uuid, mqlayer_app.term_v1() FROM mqlayer_app.identity"
+        )
+        writer = ProgressWriter(
+            reader, sender, LpCursors(lambda _: cursor.target), confirmations, world.runtime().outbox,
+            lambda asked: None if asked is connection else expect(gate.wait(10)),
+        )  # fmt: skip
+        cursor.acked = 7
+        writer.record()
+        assert cursor.recorded == 7
+        cursor.acked = 3
+        sender.fallen = {cursor.chain: cursor}
+        lowering = pool.submit(writer.lower_fallen)
+        wait([lowering], timeout=0.2)
+        gate.set()
+        lowering.result(timeout=10)
+        writer.close()
+    assert world.rows("SELECT seq FROM mqlayer_app.relayed") == [(3,)]
+    assert cursor.recorded == 3
+
+
+def expect(happened: bool) -> None:
+    """Fail unless it did."""
+    assert happened
 
 
 def noted(world: World) -> tuple[Any, ...]:

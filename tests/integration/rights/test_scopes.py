@@ -458,6 +458,7 @@ def test_a_name_of_versions_that_all_groups_use_is_not_taken_by_a_consumer_of_on
 
 WAYS = [
     "SELECT mqlayer_app.publish_v1('{}', 'k', 'x')",
+    "SELECT mqlayer_app.publish_v2('{}', 'k', 'x')",
     "SELECT mqlayer_app.publish_once_v1('{}', 'k', 'x', 'id')",
     "SELECT mqlayer_app.publish_at_v1('{}', 'k', 'x', now() + interval '1 hour')",
     "SELECT mqlayer_app.publish_many_v1('{{orders,{}}}', '{{k,l}}', '{{x,y}}')",

@@ -24,7 +24,7 @@ from sqlalchemy.orm import sessionmaker
 
 from mqlayer import App, AsyncProducer, Receiver, outbox
 from mqlayer.console.runtimes import POOL
-from mqlayer.consuming.api.app import CONNECTIONS_OF_A_MEMBER
+from mqlayer.consuming.api.app import CONNECTIONS, CONNECTIONS_OF_A_MEMBER
 from mqlayer.groups.group import GroupSettings, ensure_group
 from mqlayer.maintenance.jobs import PERIODIC_JOBS
 from mqlayer.relay.relay import MOST_CONNECTIONS as OF_A_RELAY
@@ -206,12 +206,16 @@ ROUTES = "mqlayer routes"
 PRODUCER = 4 + 2
 """With those to large bodies."""
 
+
+def of_consumers(count: int) -> int:
+    """Return the most connections of a process with consumers: with heartbeats', the application's, and `LISTEN`."""
+    return 7 + CONNECTIONS + CONNECTIONS_OF_A_MEMBER * count
+
+
 KINDS = {
     "relay": Kind(("mqlayer relay", ROUTES), 2 * OF_A_RELAY + 2, relay),
-    "one consumer": Kind(("mqlayer consumer", ROUTES), 7 + CONNECTIONS_OF_A_MEMBER, lambda world: members(world, 1)),
-    "three consumers": Kind(
-        ("mqlayer consumer", ROUTES), 7 + 3 * CONNECTIONS_OF_A_MEMBER, lambda world: members(world, 3)
-    ),
+    "one consumer": Kind(("mqlayer consumer", ROUTES), of_consumers(1), lambda world: members(world, 1)),
+    "three consumers": Kind(("mqlayer consumer", ROUTES), of_consumers(3), lambda world: members(world, 3)),
     "direct producer": Kind(("mqlayer producer",), PRODUCER, producing),
     "receiver": Kind(("mqlayer receiver", ROUTES), 4 + 1, receiving),
     "exporter": Kind(("mqlayer exporter",), 4 + 4, exporting),
