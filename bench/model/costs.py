@@ -1,7 +1,7 @@
 """Measured costs, each with the bench that it comes from: two shared cores, Redis 7.0 with `appendfsync always`,
 Postgres 15, Python 3.11, November 2026. Microseconds are processor time unless the name says otherwise.
 
-Measure on your machine, and put your figures here: `scripts/bench scale path_costs members`."""
+Measure on your machine, and put your figures here: `scripts/bench scale path_costs control_plane`."""
 
 from __future__ import annotations
 

@@ -117,6 +117,6 @@ def test_the_pages_predictions_are_the_programs() -> None:
 def test_every_bench_that_the_costs_name_is_there() -> None:
     text = Path(costs.__file__).read_text("utf-8")
     named = {name for name in re.findall(r"`([a-z_]+)(?:\[[^`]*\])?`", text) if name != "appendfsync"}
-    assert {"scale", "path_costs", "members", "latency_outbox"} <= named
+    assert {"scale", "path_costs", "control_plane", "latency_outbox"} <= named
     program.load_benches()
     assert named <= set(BENCHES)
