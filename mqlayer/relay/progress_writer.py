@@ -62,8 +62,8 @@ class ProgressWriter:
         self._await_recording()
 
     def close(self) -> None:
-        """End without waiting."""
-        self._background.shutdown(wait=False, cancel_futures=True)
+        """Await a record under way: behind a later session, it could raise a lowered number."""
+        self._background.shutdown(cancel_futures=True)
 
     def lower_fallen(self) -> None:
         """Lower recorded seqs of cursors whose marks fell."""
