@@ -40,7 +40,7 @@ WAITING_READ_US: Final = 7.3
 HANDLERS_BUSY: Final = 0.9
 """`scale_members`: 3,600 of the 4,000 messages that 8 handlers of 2 ms could do."""
 
-# The outbox, `path_costs`.
+# The outbox, `path_costs`: measured before the relay read on while nodes answer, so its share may be less now.
 INSERT_US: Final = 273.0
 """Of Postgres, a transaction with one message."""
 INSERT_MANY_US: Final = 36.0
