@@ -165,8 +165,9 @@ def postgres_cpu_s(dsn: str) -> float:
     """Return the CPU seconds that all processes of a server have used, ended ones too."""
     with connect(dsn) as connection:
         row = connection.execute("SELECT pg_backend_pid()").fetchone()
-    assert row is not None
-    postmaster = int(stat_of(row[0])[1])
+        assert row is not None
+        # Within: the backend ends with its connection.
+        postmaster = int(stat_of(row[0])[1])
     ticks = []
     for pid in (postmaster, *(one.pid for one in children_of(identify(postmaster)))):
         # One that has ended meanwhile counts with the ended ones.

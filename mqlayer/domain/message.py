@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -26,6 +26,8 @@ TTL_HEADER: Final = "mq-ttl"
 TTL_MARK: Final = f'"{TTL_HEADER}":'.encode()
 TTL_FORM: Final = re.compile(r"[1-9][0-9]{0,12}", re.ASCII)
 
+HEADERS_MARK: Final = b"{"
+"""In each record's ``m`` that has headers."""
 _NO_HEADERS: Final[Mapping[str, str]] = {}
 _TAGGED: Final = f'"{TAGS_HEADER}":'.encode()
 _REORDERED: Final = f'"{REORDERED_HEADER}":'.encode()
@@ -207,3 +209,18 @@ def records_of(entries: Iterable[Any]) -> list[Record]:
     # Three times as fast as the constructor, and done for every message.
     new = tuple.__new__
     return [new(Record, (int(entry_id[:-2]), fields[1], fields[3], fields[5])) for entry_id, fields in entries]
+
+
+def records_read(entries: Sequence[Any]) -> list[Record]:
+    """Return records of entries whose ids rise, as in a read."""
+    if not entries:
+        return []
+    first, last = int(entries[0][0][:-2]), int(entries[-1][0][:-2])
+    if last - first + 1 != len(entries):
+        return records_of(entries)
+    # None lies between: no other id is parsed.
+    new = tuple.__new__
+    return [
+        new(Record, (offset, fields[1], fields[3], fields[5]))
+        for offset, (_, fields) in zip(range(first, last + 1), entries, strict=True)
+    ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from mqlayer.arguments import explain
-from mqlayer.domain.message import TTL_HEADER, TTL_MARK, ParkedRecord, Record
+from mqlayer.domain.message import HEADERS_MARK, TTL_HEADER, TTL_MARK, ParkedRecord, Record
 from mqlayer.errors import InvalidInput
 
 ExpiredRule = Literal["settle", "dead"]
@@ -58,6 +58,10 @@ class Expiry:
     ttl_ms: int
     rule: ExpiredRule
     ahead_ms: float
+
+    def may_have_ended(self, records: Sequence[Record]) -> bool:
+        """Whether any message has a time to live: its own is in its headers."""
+        return self.ttl_ms > 0 or any(HEADERS_MARK in record[1] for record in records)
 
     def has_ended(self, record: Record, now: float) -> bool:
         """Whether a message's time is over; never of one that an operator gave back or replays."""

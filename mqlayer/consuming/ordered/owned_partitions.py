@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 
@@ -386,7 +386,7 @@ class OwnedPartition:
         ready: list[KeyQueue] = []
         key_queues, backlogs = self.queues, self.backlogs
         size = admitted = 0
-        ordered, parked = self.ordered, self.parked
+        ordered, parked = self.ordered, self.parked.by_name
         for record in records:
             offset, m, key, body = record
             # Messages without a key wait for no other: each has its own key queue.
@@ -397,7 +397,7 @@ class OwnedPartition:
                 if backlogs is not None:
                     key_queue.share = backlogs.share_of(record)
                 if parked:
-                    key_queue.parked_key = parked.by_name.get(self.parked_name(record))
+                    key_queue.parked_key = parked.get(self.parked_name(record))
                 if key_queue.parked_key is None:
                     ready.append(key_queue)
                 else:
@@ -457,12 +457,9 @@ class OwnedPartition:
 
     # -- key queues --------------------------------------------------------------------------------------------------
 
-    def begin(self, key_queue: KeyQueue, count: int | None = None) -> None:
-        """(lock) Give a worker messages, by default all."""
-        if count is None and key_queue.share is None:
-            key_queue.batch, key_queue.records = key_queue.records, []
-        else:
-            key_queue.begin(len(key_queue.records) if count is None else count)
+    def begin(self, key_queue: KeyQueue, count: int) -> None:
+        """(lock) Give a worker so many messages."""
+        key_queue.begin(count)
         turn = key_queue.counts_for = key_queue.class_turn
         if turn is not None:
             turn.began(len(key_queue.batch))
@@ -470,7 +467,7 @@ class OwnedPartition:
         self.running += not key_queue.resumed
 
     def began(self, count: int = 1) -> None:
-        """(lock) Count what the parking worker has as running."""
+        """(lock) Count what the parking worker, or `begin_all`, gave out as running."""
         self.running += count
 
     def take_back(self, key_queue: KeyQueue) -> None:
@@ -478,20 +475,26 @@ class OwnedPartition:
         key_queue.batch = ()
         self.running -= 1
 
-    def end_empty(self, key_queue: KeyQueue) -> bool:
-        """(lock) Take a worker's part back and forget the queue, if it is without messages; say whether it was."""
-        # In one call: with one message per key, each message makes it.
-        if (
-            key_queue.records
-            or key_queue.spilled is not None
-            or key_queue.resumed
-            or self.state is not OwnershipState.OPEN
-        ):
-            return False
-        key_queue.batch = ()
-        self.running -= 1
-        self.queues.pop(key_queue.key, None)
-        return True
+    def end_empty(self, key_queues: Iterable[KeyQueue]) -> list[KeyQueue]:
+        """(lock) Take workers' parts back and forget the queues that are without messages; return the others."""
+        if self.state is not OwnershipState.OPEN:
+            return list(key_queues)
+        others: list[KeyQueue] = []
+        forget, ended = self.queues.pop, 0
+        for key_queue in key_queues:
+            if (
+                key_queue.records
+                or key_queue.spilled is not None
+                or key_queue.counts_for is not None
+                or key_queue.resumed
+            ):
+                others.append(key_queue)
+            else:
+                key_queue.batch = ()
+                ended += 1
+                forget(key_queue.key, None)
+        self.running -= ended
+        return others
 
     def ended(self) -> bool:
         """(lock) Count one less; say whether nothing runs."""
@@ -501,6 +504,21 @@ class OwnedPartition:
     def forget(self, key_queue: KeyQueue) -> None:
         """(lock) Forget a key queue."""
         self.queues.pop(key_queue.key, None)
+
+
+def begin_all(owned: OwnedPartition, key_queues: Iterable[KeyQueue]) -> list[KeyQueue]:
+    """(lock) Give a worker all messages of a partition's key queues; return these."""
+    begun: list[KeyQueue] = []
+    running = 0
+    for key_queue in key_queues:
+        begun.append(key_queue)
+        if key_queue.share is None and key_queue.class_turn is None and not key_queue.resumed:
+            key_queue.batch, key_queue.records = key_queue.records, []
+            running += 1
+        else:
+            owned.begin(key_queue, len(key_queue.records))
+    owned.began(running)
+    return begun
 
 
 def parked_key_for(action: ParkKey, key_queue: KeyQueue, record: Record) -> OwnedParkedKey:

@@ -6,20 +6,23 @@ import heapq
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from itertools import count
+from itertools import count, groupby
+from operator import attrgetter
 from typing import Final
 
 from mqlayer.consuming.engine.circuit_breaker import CircuitBreaker
 from mqlayer.consuming.engine.clock import Lease, clock
 from mqlayer.consuming.engine.fair_queue import FairQueue
-from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
+from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState, begin_all
 from mqlayer.domain.routing import PartitionId
 
 QUICK_S: Final = 0.0002
 """Below this time per message, workers take several key queues."""
 CHUNK: Final = 32
 WORTH_S: Final = 0.002
-"""Ready work that justifies another worker."""
+"""Ready work that justifies another worker; less than that, one worker takes as a whole."""
+LARGEST_CHUNK: Final = 256
+LEAST_S: Final = 1e-7
 
 QueueKey = tuple[PartitionId, bytes]
 
@@ -80,17 +83,22 @@ class ReadyQueues:
         self.collect_finished()
         if self.stopping or not self.lease.holds():
             return False
-        ready = self.ready
-        wanted = min(CHUNK, 1 + len(ready) // max(1, len(self.local_queues))) if self._message_s < QUICK_S else 1
         if self.breaker.engaged:
             local_queue.extend(admitted(self))
             return bool(local_queue)
-        fair = ready if isinstance(ready, FairQueue) else None
-        while ready and len(local_queue) < wanted:
-            key_queue = ready.popleft()
-            if key_queue.owned.state is OwnershipState.OPEN:
-                key_queue.owned.begin(key_queue, None if fair is None else fair.turn(key_queue))
-                local_queue.append(key_queue)
+        ready, wanted = self.ready, _wanted(len(self.ready), len(self.local_queues), self._message_s)
+        if isinstance(ready, FairQueue):
+            while ready and len(local_queue) < wanted:
+                key_queue = ready.popleft()
+                if key_queue.owned.state is OwnershipState.OPEN:
+                    key_queue.owned.begin(key_queue, ready.turn(key_queue))
+                    local_queue.append(key_queue)
+            return bool(local_queue)
+        while ready and not local_queue:
+            taken = [ready.popleft() for _ in range(min(wanted, len(ready)))]
+            for owned, key_queues in groupby(taken, _owned):
+                if owned.state is OwnershipState.OPEN:
+                    local_queue.extend(begin_all(owned, key_queues))
         return bool(local_queue)
 
     def enqueue(self, key_queues: Iterable[KeyQueue]) -> None:
@@ -117,11 +125,11 @@ class ReadyQueues:
         """Take back what workers finished."""
         done = self._done
         while done:
-            key_queue = done.popleft()
-            if key_queue.counts_for is not None:
-                end_turn(self.ready, key_queue)
-            if not key_queue.owned.end_empty(key_queue):
-                self.finish(key_queue, 0.0)
+            # Many in one call: with one message per key, each message makes it.
+            finished = [done.popleft() for _ in range(len(done))]
+            for owned, key_queues in groupby(finished, _owned):
+                for key_queue in owned.end_empty(key_queues):
+                    self.finish(key_queue, 0.0)
 
     def finish(self, key_queue: KeyQueue, delay_s: float) -> None:
         """Take back a key queue with its remaining records."""
@@ -279,6 +287,17 @@ def admitted(queues: ReadyQueues) -> list[KeyQueue]:
             queues.breaker.begin(key_queue)
             return [key_queue]
     return []
+
+
+_owned: Final[Callable[[KeyQueue], OwnedPartition]] = attrgetter("owned")
+
+
+def _wanted(ready: int, workers: int, message_s: float) -> int:
+    """Return how many key queues a worker takes."""
+    if message_s >= QUICK_S:
+        return 1
+    share = min(CHUNK, 1 + ready // max(1, workers))
+    return max(share, min(LARGEST_CHUNK, int(WORTH_S / max(LEAST_S, message_s))))
 
 
 def _nothing() -> None:

@@ -10,7 +10,7 @@ from mqlayer.consuming.engine.live_settings import LiveSettings
 from mqlayer.consuming.ordered.dispatcher import Dispatcher
 from mqlayer.consuming.ordered.events import OrderedEvents
 from mqlayer.consuming.ordered.owned_partitions import OwnedPartition
-from mqlayer.domain.message import CommandRecord, Record, pop_command, records_of
+from mqlayer.domain.message import CommandRecord, Record, pop_command, records_of, records_read
 from mqlayer.domain.offsets import OffsetRange, as_ranges, joined
 from mqlayer.domain.tags import TagFilter
 from mqlayer.logs import event_logger
@@ -55,7 +55,7 @@ class RecordIntake:
         """Queue the records of a read without a filter."""
         command = pop_command(entries)
         if entries:
-            records = records_of(entries)
+            records = records_read(entries)
             self._check_holes(owned, records)
             self._note_read(owned, records[-1].offset)
             self._rate_limiter.consume(len(records))

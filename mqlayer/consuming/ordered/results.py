@@ -101,12 +101,12 @@ class Room:
     def keep(self, records: Sequence[Record]) -> None:
         """Count excluded or reloaded records."""
         self.count += len(records)
-        self.bytes += sum(map(size_of, records))
+        self.bytes += _size_of_all(records)
 
     def release(self, records: Sequence[Record]) -> None:
         """Free the records' room."""
         self.count -= len(records)
-        self.bytes -= sum(map(size_of, records))
+        self.bytes -= _size_of_all(records)
 
     def spill(self, records: Sequence[Record], *, first: bool) -> None:
         """Free a queue's room but one place."""
@@ -141,6 +141,10 @@ class Room:
         # At least a quarter of the bound: no reads of single records.
         enough = min(others, int(bytes_share / self.record_bytes)) // 4
         return capacity if capacity >= min(max(1, enough), read_count) else 0
+
+
+def _size_of_all(records: Sequence[Record]) -> int:
+    return sum([len(m) + len(key) + len(body) for _, m, key, body in records])
 
 
 def size_of(record: Record) -> int:

@@ -15,7 +15,7 @@ from mqlayer.consuming.ordered.dispatcher import Dispatcher
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.poison_guard import PoisonMessageGuard
 from mqlayer.consuming.ordered.turn_results import TurnResults
-from mqlayer.domain.message import Record
+from mqlayer.domain.message import HEADERS_MARK, Record
 from mqlayer.failpoints import failpoint
 
 TIME_SLICE_S: Final = 0.1
@@ -54,16 +54,44 @@ class KeyQueueWorker(Worker):
     def run(self) -> None:
         """Handle it, plain."""
         began = now = clock()
-        messages, local_queue = 0, self._local_queue
+        messages, local_queue, breaker, lease = 0, self._local_queue, self._breaker, self._dispatcher.lease
+        handle, expiry = self._limits.wrap(self._handle, self._settings.rules), self._settings.expiry
+        may_end, finished = expiry is not None and expiry.ttl_ms > 0, self._dispatcher.done
         while True:
             try:
                 key_queue = local_queue.popleft()
             except IndexError:
                 break
-            if self._breaker.engaged and not self._is_admitted(key_queue):
+            if breaker.engaged and not self._is_admitted(key_queue):
                 continue
-            done, now = self._run(key_queue, now)
-            messages += done
+            batch, owned = key_queue.batch, key_queue.owned
+            if (
+                may_end
+                or len(batch) != 1
+                or owned.state is not OwnershipState.OPEN
+                or now >= lease.until
+                or (record := batch[0])[0] < key_queue.guarded_below
+                or HEADERS_MARK in record[1]
+            ):
+                done, now = self._run(key_queue, handle, now)
+                messages += done
+                continue
+            # With one message per key, each message comes here.
+            try:
+                answer = handle(owned, record)
+                if answer is not None and isawaitable(answer):
+                    raise not_awaited(answer)
+                failpoint("handler.after_success")
+                key_queue.handled.append(record)
+            except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
+                messages += self._results.failed(key_queue, 0, error)
+            else:
+                messages += 1
+                if breaker.watching:
+                    self._results.give_back(key_queue, 1)
+                else:
+                    finished(key_queue)
+            now = clock()
         self._results.handled(messages)
         self._dispatcher.note_pace(messages, now - began)
 
@@ -73,16 +101,17 @@ class KeyQueueWorker(Worker):
         self._results.give_back(key_queue, 0)
         return False
 
-    def _run(self, key_queue: KeyQueue, now: float) -> tuple[int, float]:
+    def _run(self, key_queue: KeyQueue, handle: Handle, now: float) -> tuple[int, float]:
         lease, owned, batch = self._dispatcher.lease, key_queue.owned, key_queue.batch
-        handle = self._limits.wrap(self._handle, self._settings.rules)
         settled, until, done, guarded_below = key_queue.handled.append, now + TIME_SLICE_S, 0, key_queue.guarded_below
         spans, expiry, expired = self._spans, self._settings.expiry, 0
+        # Its own end is in a message's headers.
+        may_end = expiry is not None and expiry.ttl_ms > 0
         try:
             for record in batch:
                 if now >= until or owned.state is not OwnershipState.OPEN or now >= lease.until:
                     break
-                if expiry is not None and expiry.has_ended(record, now):
+                if (may_end or HEADERS_MARK in record[1]) and expiry is not None and expiry.has_ended(record, now):
                     if not self._results.expired(key_queue, done, expiry, now):
                         return done - expired, now
                     done, expired = done + 1, expired + 1

@@ -12,7 +12,7 @@ from mqlayer.consuming.shared.fetched_batch import FetchedBatch
 from mqlayer.consuming.shared.partitions import SharedPartition, SharedPartitions
 from mqlayer.consuming.shared.prefetch import Prefetch
 from mqlayer.consuming.shared.results import SharedResults
-from mqlayer.domain.message import Record, pop_command, records_of
+from mqlayer.domain.message import Record, pop_command, records_read
 from mqlayer.logs import event_logger
 from mqlayer.redis.partition_scripts import FailureHistory
 from mqlayer.redis.shared_scripts import DueMessages
@@ -40,7 +40,7 @@ class SharedIntake:
         """Take the entries of a read that was asked for then."""
         command = pop_command(entries)
         if entries:
-            records = records_of(entries)
+            records = records_read(entries)
             self._deferrals.note_size(records)
             taken = self._with_room(partition, records)
             if taken:

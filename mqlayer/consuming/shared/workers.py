@@ -77,6 +77,7 @@ class SliceWorker(Worker):
         began = now = clock()
         todo, done = worker_slot.begin(work, now)
         until, lost, take, note, count = began + TIME_SLICE_S, batch.lost, todo.popleft, done.append, 0
+        spans = self._spans
         record = records[0]
         try:
             while todo and now < until and not prefetch.stopping and not batch.dropped:
@@ -89,7 +90,7 @@ class SliceWorker(Worker):
                 if lost and offset in lost:
                     continue
                 worker_slot.offset, worker_slot.since = offset, now
-                answer = called(self._spans, handle, batch, record)
+                answer = called(spans, handle, batch, record)
                 if answer is not None and isawaitable(answer):
                     raise not_awaited(answer)
                 note(offset)
@@ -153,7 +154,7 @@ class SliceWorker(Worker):
     def _living(self, work: WorkSlice) -> WorkSlice:
         """Return the slice without expired messages; without any, it is given back."""
         expiry, batch, records = self._settings.expiry, work.batch, work.records
-        if expiry is None or batch.claim is not None:
+        if expiry is None or batch.claim is not None or not expiry.may_have_ended(records):
             return work
         now = clock()
         ended = [one for one in records if one.offset not in batch.lost and expiry.has_ended(one, now)]
