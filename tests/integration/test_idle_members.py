@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from mqlayer import any_of
+from mqlayer.consuming.ordered import ready_queues
 from mqlayer.consuming.ordered.owned_partitions import OwnershipState
 from mqlayer.logs import event_of
+from mqlayer.redis.node_connection import Command, NodeConnection
 from mqlayer.redis.partition_scripts import LockHolder, LockTaken, acquire_command, acquire_reply
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.servers import StartRedis
@@ -18,6 +20,8 @@ from tests.fixtures.wait import wait_until
 
 PARTITIONS = 24
 READS = 12
+LONG_BACKLOG = 21_000
+"""Of three partitions at most, which read a small part of it at a time."""
 FILTERS: Mapping[str, Mapping[str, Any]] = {"all": {}, "tagged": {"tag_filter": any_of("eu")}}
 
 
@@ -81,3 +85,29 @@ def test_an_idle_partition_s_records_come_at_once(start_stage: StartStage, redis
         wait_until(lambda number=number: recorder.count() == 40 * number, what="all handled")  # type: ignore[misc]
     recorder.assert_in_order()
     stage.wait_settled()
+
+
+def test_idle_partitions_do_not_hold_the_reader_of_a_full_one(
+    start_stage: StartStage, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that waits for records of the others goes on after the full one has room again: 10 to 100 ms each."""
+    stage, recorder = start_stage(redis_url, partitions=16), Recorder()
+    stage.send_numbers(keys=3, each=LONG_BACKLOG // 3)
+    waits: list[int] = []
+
+    def counted(line: NodeConnection, commands: Sequence[Command]) -> list[Any]:
+        answers = call(line, commands)
+        for command, answer in zip(commands, answers, strict=True):
+            if command[0] == "XREAD" and "BLOCK" in command and not answer:
+                waits.append(len(recorder.ended))
+        return answers
+
+    call = NodeConnection.call
+    monkeypatch.setattr(NodeConnection, "call", counted)
+    # Also on a loaded machine.
+    monkeypatch.setattr(ready_queues, "QUICK_S", 10.0)
+    consuming(stage, recorder, {})
+    wait_until(lambda: len(recorder.ended) >= LONG_BACKLOG, timeout_s=60, what="all handled")
+    held = [handled for handled in waits if LONG_BACKLOG // 10 < handled < LONG_BACKLOG // 2]
+    assert len(held) <= 3
+    recorder.assert_in_order()

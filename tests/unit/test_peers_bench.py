@@ -246,8 +246,9 @@ def test_clients_modules_import_nothing_that_only_the_project_has() -> None:
     }
 
 
-def test_processor_time_of_a_process_counts_its_ended_children(tmp_path: Path) -> None:
-    burn = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'sum(range(6_000_000))']); input()"
+def test_processor_time_of_a_process_counts_its_ended_children() -> None:
+    work = "import time\nwhile time.process_time() < 0.2: pass"
+    burn = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}]); input()"
     with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE) as parent:
         until = threading.Event()
         while used_by([parent.pid]) < 0.1 and not until.wait(0.02):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from mqlayer.consuming.engine.clock import Lease
@@ -15,7 +16,7 @@ from mqlayer.consuming.ordered.class_turns import ClassTurns
 from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, OwnershipState
 from mqlayer.consuming.ordered.parked_keys import OwnedParkedKey
 from mqlayer.consuming.ordered.parking_dispatch import ParkingDispatch
-from mqlayer.consuming.ordered.ready_queues import ReadyQueues
+from mqlayer.consuming.ordered.ready_queues import ReadyQueues, is_quick
 from mqlayer.domain.message import Record
 from mqlayer.domain.offsets import OffsetRange
 from mqlayer.domain.routing import PartitionId
@@ -42,7 +43,7 @@ class Dispatcher:
         self.classes = ClassTurns(self._queues)
         self.done = self._queues.done
         """Takes back a key queue all of whose batch is handled."""
-        self.note_pace = self._queues.note_pace
+        self.note_pace, self.is_quick = self._queues.note_pace, partial(is_quick, self._queues)
         self._watching = 0
 
     @property

@@ -93,8 +93,10 @@ class Reader(NodeService):
         parts = self._plan.parts(growing, filtered=wanted is not None)
         readable = [owned for part in parts for owned in part.partitions]
         if readable:
-            block_ms = self._block_ms(opened, held_back=len(readable) < len(growing))
-            if any(owned.backlogs for owned in opened) or self._plan.turns.wait_for_room:
+            held_back = len(readable) < len(growing)
+            block_ms = self._block_ms(opened, held_back=held_back)
+            room_comes = self._plan.turns.wait_for_room or (held_back and self._dispatcher.is_quick())
+            if room_comes or any(owned.backlogs for owned in opened):
                 if not loaded and not self._found:
                     # Messages that are settled make room, and wake this thread; a read would hold it, and an idle
                     # Redis looks at the ends of such waits every 100 ms only.

@@ -48,7 +48,7 @@ class ReadyQueues:
         self._order = count()
         self.local_queues: list[deque[KeyQueue]] = []
         # Slow until measured: a first slow message must not delay others.
-        self._message_s = WORTH_S
+        self.message_s = WORTH_S
         # Keys that still run under a former ownership, and the later key queues that wait for them: a member that owns
         # its partition again must not run a key twice at once.
         self._still_running: Counter[QueueKey] = Counter()
@@ -76,7 +76,7 @@ class ReadyQueues:
     def note_pace(self, messages: int, seconds: float) -> None:
         """Update the mean handler time."""
         if messages:
-            self._message_s += 0.2 * (seconds / messages - self._message_s)
+            self.message_s += 0.2 * (seconds / messages - self.message_s)
 
     def fill(self, local_queue: deque[KeyQueue]) -> bool:
         """Fill a local queue; say whether it has work."""
@@ -86,7 +86,7 @@ class ReadyQueues:
         if self.breaker.engaged:
             local_queue.extend(admitted(self))
             return bool(local_queue)
-        ready, wanted = self.ready, _wanted(len(self.ready), len(self.local_queues), self._message_s)
+        ready, wanted = self.ready, _wanted(len(self.ready), len(self.local_queues), self.message_s)
         if isinstance(ready, FairQueue):
             while ready and len(local_queue) < wanted:
                 key_queue = ready.popleft()
@@ -117,7 +117,7 @@ class ReadyQueues:
         """Wake workers for ready queues."""
         if self._idle:
             # A second worker pays off where the work exceeds what the first does during a wake-up.
-            self.changed.notify(1 + int(len(self.ready) * min(1.0, self._message_s / WORTH_S)))
+            self.changed.notify(1 + int(len(self.ready) * min(1.0, self.message_s / WORTH_S)))
         if self.on_ready is not None:
             self.on_ready()
 
@@ -152,7 +152,7 @@ class ReadyQueues:
             self.delay(key_queue, delay_s)
         else:
             self.ready.append(key_queue)
-            if self._message_s >= QUICK_S:
+            if self.message_s >= QUICK_S:
                 self.wake()
 
     def end(self, key_queue: KeyQueue) -> None:
@@ -290,6 +290,11 @@ def admitted(queues: ReadyQueues) -> list[KeyQueue]:
 
 
 _owned: Final[Callable[[KeyQueue], OwnedPartition]] = attrgetter("owned")
+
+
+def is_quick(queues: ReadyQueues) -> bool:
+    """Whether handlers take so little time that room comes soon."""
+    return queues.message_s < QUICK_S
 
 
 def _wanted(ready: int, workers: int, message_s: float) -> int:
