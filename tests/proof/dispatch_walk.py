@@ -69,7 +69,7 @@ class DispatchWalk:
         lease.until = float("inf")
         self.classes = rng.choice([RULES[:1], RULES[1:2], RULES[2:], RULES])
         self.dispatcher = Dispatcher(lease)
-        self.dispatcher._queues._message_s = 0.0  # as with quick handlers: several key queues in a hand
+        self.dispatcher._queues.message_s = 0.0  # as with quick handlers: several key queues in a hand
         self.change_classes()
         self.workers = [WalkWorker(self.dispatcher.new_local_queue()) for _ in range(WORKERS)]
         self.handled: dict[bytes, list[int]] = {key: [] for key in KEYS}
