@@ -249,7 +249,9 @@ def test_a_member_that_is_stopped_in_its_transaction_has_no_second_effect(one: S
         connection.execute("UPDATE mqlayer.member SET lease_until = '-infinity'")
     booking = Booking(one.dsn)
     one.consume(booking)
-    wait_until(lambda: waits_for_lock(one.dsn), what="the new owner to wait for the old one's transaction")
+    wait_until(
+        lambda: waits_for_lock(one.dsn), timeout_s=30, what="the new owner to wait for the old one's transaction"
+    )
     assert bodies(one) == []
     go_on.set()
     one.wait_settled()

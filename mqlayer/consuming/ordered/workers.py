@@ -56,7 +56,7 @@ class KeyQueueWorker(Worker):
         began = now = clock()
         messages, local_queue, breaker, lease = 0, self._local_queue, self._breaker, self._dispatcher.lease
         handle, expiry = self._limits.wrap(self._handle, self._settings.rules), self._settings.expiry
-        may_end, finished = expiry is not None and expiry.ttl_ms > 0, self._dispatcher.done
+        may_end, finished, spans = expiry is not None and expiry.ttl_ms > 0, self._dispatcher.done, self._spans
         while True:
             try:
                 key_queue = local_queue.popleft()
@@ -67,6 +67,7 @@ class KeyQueueWorker(Worker):
             batch, owned = key_queue.batch, key_queue.owned
             if (
                 may_end
+                or spans is not None
                 or len(batch) != 1
                 or owned.state is not OwnershipState.OPEN
                 or now >= lease.until
