@@ -105,7 +105,7 @@ def touched(node: dict[str, Any]) -> int:
 
 
 class ExplainedDatabase(Database):
-    """A database that explains what it runs."""
+    """A database that explains its statements."""
 
     def __init__(self, dsn: str) -> None:
         super().__init__(dsn, application="mqlayer bench")
@@ -287,7 +287,7 @@ class Scene:
         self._write(ParkingBatch(updates=[KeyUpdate(ref, handled=given[ref], go_on=True) for ref in refs]))
 
     def release(self) -> None:
-        """Release some keys by a bulk action; its plan is not among what is counted."""
+        """Release some keys by a bulk action; the making of its plan does not count."""
         self._counting(False)
         planned = plan_bulk(self.runtime, "release", "bench", self.group.name, ParkedFilter(), limit=BATCH, first=True)
         self._counting(True)

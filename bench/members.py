@@ -113,7 +113,7 @@ class Crews:
         with connect(self._system.dsn) as connection:
 
             def settled() -> bool:
-                # The look at all groups costs Postgres more than what is measured: last.
+                # Last: the look at all groups costs Postgres more than the measured heartbeats.
                 owned = sum(one["owned"] for one in self.all("owned"))
                 return owned == self._size.owned and connection.execute(UNSETTLED).fetchone() == (0,)
 

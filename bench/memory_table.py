@@ -69,7 +69,7 @@ def table(runs: Sequence[Recording]) -> str:
 
 
 def cells(line: Line) -> str:
-    """Return what was measured and the figure of `mqlayer size`."""
+    """Return the measured bytes and the figure of `mqlayer size`."""
     return " | ".join(size(one) for one in (line.value, line.baseline or 0.0))
 
 

@@ -20,46 +20,44 @@ RAW = "raw"
 @bench("publish_batch")
 def publish_batch(stage: Stage) -> Iterator[Line]:
     """`send_many` against pipelined XADD of the same batches, messages per second of one thread."""
-    for fsync in FSYNCS:
-        system = stage.system(fsync=fsync)
-        with Producer(system.settings, name="bench") as producer:
-            contestants = {
-                "raw": partial(rate, system, MANY, partial(raw_batches, system)),
-                "ours": partial(rate, system, MANY, partial(our_batches, producer)),
-            }
-            figures = in_turn(ROUNDS, contestants)
-        name = line_name("publish_batch", fsync)
-        yield compared(name, figures["ours"], figures["raw"], unit="msg/s", target=1.3)
+    yield from beside(stage, "publish_batch", our_batches, lambda system, _: raw_batches(system), target=1.3)
 
 
 @bench("publish_one")
 def publish_one(stage: Stage) -> Iterator[Line]:
     """`send`, one message after the other, against XADD."""
-    for fsync in FSYNCS:
-        system = stage.system(fsync=fsync)
-        with Producer(system.settings, name="bench") as producer:
-            contestants = {
-                "raw": partial(rate, system, FEW, partial(raw_singles, system)),
-                "ours": partial(rate, system, FEW, partial(our_singles, producer)),
-            }
-            figures = in_turn(2 * ROUNDS, contestants)
-        name = line_name("publish_one", fsync)
-        yield compared(name, figures["ours"], figures["raw"], unit="msg/s", target=0.7)
+    yield from beside(
+        stage, "publish_one", our_singles, lambda system, _: raw_singles(system), messages=FEW, rounds=2 * ROUNDS,
+        target=0.7,
+    )  # fmt: skip
 
 
 @bench("send_async")
 def send_async(stage: Stage) -> Iterator[Line]:
     """`send_async`, a future per message, against `send_many` of the same messages."""
+    yield from beside(stage, "send_async", our_futures, lambda _, producer: our_batches(producer), target=0.7)
+
+
+def beside(
+    stage: Stage,
+    name: str,
+    ours: Callable[[Producer], None],
+    baseline: Callable[[System, Producer], None],
+    *,
+    target: float,
+    messages: int = MANY,
+    rounds: int = ROUNDS,
+) -> Iterator[Line]:
+    """Measure a way to send against a baseline, with either fsync."""
     for fsync in FSYNCS:
         system = stage.system(fsync=fsync)
         with Producer(system.settings, name="bench") as producer:
             contestants = {
-                "batches": partial(rate, system, MANY, partial(our_batches, producer)),
-                "futures": partial(rate, system, MANY, partial(our_futures, producer)),
+                "baseline": partial(rate, system, messages, partial(baseline, system, producer)),
+                "ours": partial(rate, system, messages, partial(ours, producer)),
             }
-            figures = in_turn(ROUNDS, contestants)
-        name = line_name("send_async", fsync)
-        yield compared(name, figures["futures"], figures["batches"], unit="msg/s", target=0.7)
+            figures = in_turn(rounds, contestants)
+        yield compared(line_name(name, fsync), figures["ours"], figures["baseline"], unit="msg/s", target=target)
 
 
 def raw_batches(system: System) -> None:

@@ -23,7 +23,7 @@ def main(
     fresh: Annotated[bool, typer.Option("--fresh", help="Install the newest packages anew.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Only one JSON object per system.")] = False,
 ) -> None:
-    """Put one load on mqlayer and on other systems, each in the fastest setting that keeps what it confirms."""
+    """Put one load on mqlayer and on other systems, each in its fastest setting that loses no confirmed message."""
     known = [peer.name for peer in PEERS]
     if unknown := [name for name in names or () if name not in known]:
         raise typer.BadParameter(f"no system {', '.join(unknown)}; there are: {', '.join(known)}")

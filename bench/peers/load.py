@@ -42,7 +42,7 @@ def keyed_bodies(first: int, last: int, keys: int) -> list[KeyedBody]:
 
 
 class HandlerNotes(NamedTuple):
-    """What a handler saw: each message's first latency in the order of arrival, and what was wrong."""
+    """A handler's notes: each message's first latency in the order of arrival, and the faults."""
 
     latencies_ns: list[int]
     per_s: float
@@ -90,7 +90,7 @@ class CheckedHandler:
             self.done.set()
 
     def judged(self) -> HandlerNotes:
-        """Return what was seen so far. A message is out of order where its key's last ended one is not the former."""
+        """Return the notes so far. A message is out of order where its key's last ended one is not the former."""
         latencies_ns: list[int] = []
         times_ns: list[int] = []
         out_of_order = repeated = 0

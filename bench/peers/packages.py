@@ -49,7 +49,7 @@ class PythonPackages:
         shutil.rmtree(self._place, ignore_errors=True)
 
     def ensure(self) -> None:
-        """Install what is missing. Raises PeerMissing."""
+        """Install the missing packages. Raises PeerMissing."""
         wanted = "\n".join(self._packages)
         if self._stamp.exists() and self._stamp.read_text() == wanted:
             return
@@ -73,7 +73,7 @@ class NodePackages:
         self._stamp = self.place / "packages"
 
     def ensure(self) -> None:
-        """Install what is missing. Raises PeerMissing."""
+        """Install the missing packages. Raises PeerMissing."""
         wanted = "\n".join(self._packages)
         if self._stamp.exists() and self._stamp.read_text() == wanted:
             return

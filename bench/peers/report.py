@@ -24,7 +24,7 @@ HEAD: Final = (
 
 
 class PeerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured of a system, or the reason why it was not (`skipped`)."""
+    """A system's figures, or the reason for having none (`skipped`)."""
 
     name: str
     skipped: str = ""
