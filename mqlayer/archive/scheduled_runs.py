@@ -50,8 +50,8 @@ FACTS_LIMIT: Final = 4_000
 ERROR_CHARACTERS: Final = 1_000
 LOST: Final = "its process ended without a word, or lost its lease: see the worker's log"
 
-Command = Callable[[str, Schedule, str], Sequence[str]]
-"""Makes the words of a job's command from job, schedule and snapshot."""
+JobCommand = Callable[[str, Schedule, str, Path | None], Sequence[str]]
+"""Returns the words of a command, of job, schedule, snapshot and directory."""
 
 
 def start_due(runtime: Runtime) -> str | None:
@@ -67,8 +67,22 @@ def start_due(runtime: Runtime) -> str | None:
     return str(row[0])
 
 
+def command_of(job: str, schedule: Schedule, snapshot: str, directory: Path | None) -> Sequence[str]:
+    """Return a job's command: `mqlayer analytics JOB` in this interpreter."""
+    words = [sys.executable, "-m", "mqlayer", "analytics", job, "--snapshot", snapshot, "--json"]
+    if directory is not None:
+        words += ["--html", str(directory / schedule.name / snapshot / f"{job}.html")]
+    return words
+
+
 def run_schedule(
-    runtime: Runtime, name: str, *, if_due: bool = False, directory: Path | None = None, lease_s: float = LEASE_S
+    runtime: Runtime,
+    name: str,
+    *,
+    if_due: bool = False,
+    directory: Path | None = None,
+    lease_s: float = LEASE_S,
+    command: JobCommand = command_of,
 ) -> ScheduledRun | None:
     """Run a schedule now: snapshot, jobs, files below `directory`, and drop old snapshots.
 
@@ -84,13 +98,16 @@ def run_schedule(
     if row is None:
         return None
     failpoint("schedule.after_claim")
-    return _Run(runtime, find_schedule(runtime.control, name), int(row[0]), directory).perform(lease_s)
+    found = find_schedule(runtime.control, name)
+    run = _Run(runtime, found, int(row[0]), lambda job, snapshot: command(job, found, snapshot, directory))
+    return run.perform(lease_s)
 
 
 class _Run:
-    def __init__(self, runtime: Runtime, schedule: Schedule, run_id: int, directory: Path | None) -> None:
-        self._runtime, self._schedule, self._run_id = runtime, schedule, run_id
-        self._directory = directory
+    def __init__(
+        self, runtime: Runtime, schedule: Schedule, run_id: int, command: Callable[[str, str], Sequence[str]]
+    ) -> None:
+        self._runtime, self._schedule, self._run_id, self._command = runtime, schedule, run_id, command
         self._child: subprocess.Popen[str] | None = None
         self._lost = threading.Event()
 
@@ -136,11 +153,9 @@ class _Run:
 
     def _job(self, job: str, snapshot: str) -> dict[str, Any]:
         began = time.monotonic()
-        words = command_of(job, self._schedule, snapshot, self._directory)
-        self._child = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        out, errors = self._child.communicate()
+        pipe, words = subprocess.PIPE, self._command(job, snapshot)
+        with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as self._child:
+            out, errors = self._child.communicate()
         if self._lost.is_set():
             raise _lost_lease(self._schedule.name)
         facts = _facts_of(out)
@@ -204,14 +219,6 @@ class _Run:
                 if (child := self._child) is not None and child.poll() is None:
                     child.send_signal(signal.SIGTERM)
                 return
-
-
-def command_of(job: str, schedule: Schedule, snapshot: str, directory: Path | None) -> list[str]:
-    """Return a job's command: `mqlayer analytics JOB` in this interpreter."""
-    words = [sys.executable, "-m", "mqlayer", "analytics", job, "--snapshot", snapshot, "--json"]
-    if directory is not None:
-        words += ["--html", str(directory / schedule.name / snapshot / f"{job}.html")]
-    return words
 
 
 def _state_of(states: Sequence[str]) -> RunState:
