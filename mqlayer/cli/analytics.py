@@ -11,7 +11,7 @@ import typer
 from mqlayer.archive import find_snapshot
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.output import JsonOption, echo, format_key, show_rows
-from mqlayer.cli.panels import LOOK
+from mqlayer.cli.panels import CHANGE, LOOK
 from mqlayer.cli.schedules import schedule
 from mqlayer.cli.spark_requirements import check_spark
 from mqlayer.errors import InvalidInput
@@ -63,7 +63,7 @@ class JobRequest(NamedTuple):
 
 def add_to(app: typer.Typer) -> None:
     """Add commands."""
-    analytics.add_typer(schedule, name="schedule")
+    analytics.add_typer(schedule, name="schedule", rich_help_panel=CHANGE)
     app.add_typer(analytics, name="analytics")
 
 

@@ -341,6 +341,10 @@ def _each() -> Iterator[tuple[str, Callable[[str, Facts], str]]]:
     yield "snapshot create", _snapshot
     yield "snapshot drop", lambda name, _: f"dropped snapshot {name}"
     yield "snapshot export", _export
+    yield "schedule create", lambda name, facts: f"made schedule {name}: every {facts['every_s']} s"
+    yield "schedule drop", lambda name, _: f"dropped schedule {name}; its snapshots stay"
+    yield "schedule pause", lambda name, _: f"paused schedule {name}"
+    yield "schedule resume", lambda name, _: f"resumed schedule {name}"
 
 
 WORDS: Final[Mapping[str, Callable[[str, Facts], str]]] = dict(_each())
