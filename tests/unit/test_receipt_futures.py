@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, TimeoutError, as_complet
 import pytest
 
 from mqlayer.domain.message import Identity
-from mqlayer.producing.listeners import ReceiptFuture, ReceiptPromise
+from mqlayer.producing.listeners import ReceiptFuture
 from mqlayer.producing.receipts import Receipt
 
 RECEIPT = Receipt("orders", 1, 7, Identity(1, 2, 3))
@@ -17,7 +17,7 @@ RECEIPT = Receipt("orders", 1, 7, Identity(1, 2, 3))
 @pytest.fixture
 def future() -> ReceiptFuture:
     """A future whose message can't be withdrawn."""
-    return ReceiptPromise(lambda _: False).future
+    return ReceiptFuture(lambda _: False)
 
 
 def test_it_knows_all_that_a_future_is_made_of() -> None:
@@ -59,7 +59,7 @@ def test_without_an_outcome_a_wait_ends_by_its_time(future: ReceiptFuture) -> No
 def test_threads_that_wait_are_woken_whenever_the_outcome_comes(how: str) -> None:
     """The outcome and the first wait race: neither order may lose the wake-up."""
     for _ in range(200):
-        future, start = ReceiptPromise(lambda _: False).future, threading.Barrier(2)
+        future, start = ReceiptFuture(lambda _: False), threading.Barrier(2)
         thread = threading.Thread(target=settle, args=(future, start))
         thread.start()
         start.wait(10)
