@@ -1,4 +1,4 @@
-"""Schedules: snapshots at fixed times and jobs on them, run by a worker: `docs/how-to/schedule-analytics.md`."""
+"""Snapshots at fixed times and jobs on them, run by a worker: the page 'Schedule snapshots and analytics'."""
 
 from __future__ import annotations
 

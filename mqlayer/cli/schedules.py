@@ -21,7 +21,6 @@ from mqlayer.archive.schedules import (
     schedule_runs,
     schedules,
 )
-from mqlayer.cli.message_output import LimitOption
 from mqlayer.cli.option_rules import RuledCommand, planned
 from mqlayer.cli.options import PlanOption, YesOption, echo_plan, parse_length_option, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, show_rows
@@ -73,7 +72,7 @@ def list_(as_json: JsonOption = False) -> None:
 @schedule.command(rich_help_panel=LOOK)
 def runs(
     name: NameArgument,
-    limit: LimitOption = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1_000, help="Most runs that are shown.")] = 50,
     after: Annotated[int | None, typer.Option(help="Start after this run, the last of the page before.")] = None,
     as_json: JsonOption = False,
 ) -> None:

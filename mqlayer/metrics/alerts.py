@@ -149,7 +149,8 @@ _ALL: Final = (
     ),
     Alert(
         "MqlayerScheduleFaults", "critical", "A scheduled job found faults",
-        "Run the job by hand on the same snapshot, and see what it names: mqlayer analytics schedule runs NAME.",
+        "mqlayer analytics schedule runs NAME names the job and the snapshot; the job by hand on that snapshot names "
+        "the records.",
     ),
     Alert(
         "MqlayerScheduleFailed", "warning", "A run of a schedule failed",

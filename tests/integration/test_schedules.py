@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from mqlayer.archive import list_snapshots
 from mqlayer.archive.scheduled_runs import LOST, command_of, run_schedule, start_due
@@ -120,7 +121,7 @@ def test_a_job_that_finds_faults_and_one_that_fails_are_told_apart(
     samples = control_samples(runtime)
     assert samples["mqlayer.schedule.faults"] == [(int(state == "faults"), {"schedule": "nightly"})]
     assert samples["mqlayer.schedule.failed"] == [(int(state == "failed"), {"schedule": "nightly"})]
-    (found,) = [one for one in diagnose(Settings(dsn=nightly.dsn)) if one.check == "schedules"]
+    (found,) = [one for one in diagnose(Settings(dsn=SecretStr(nightly.dsn))) if one.check == "schedules"]
     assert found.verdict is (CheckStatus.BROKEN if state == "faults" else CheckStatus.WARNING)
     assert "audit" in found.seen
 
