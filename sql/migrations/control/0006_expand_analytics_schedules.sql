@@ -37,7 +37,7 @@ CREATE TABLE mqlayer.analytics_run (
     CONSTRAINT analytics_run_state CHECK (state IN ('running', 'good', 'faults', 'failed')),
     CONSTRAINT analytics_run_ended CHECK ((state = 'running') = (ended_at IS NULL)),
     CONSTRAINT analytics_run_texts CHECK (
-        octet_length(snapshot) <= 63 AND octet_length(job) <= 63 AND octet_length(results::text) <= 100000
+        octet_length(schedule) <= 40 AND octet_length(snapshot) <= 63 AND octet_length(job) <= 63 AND octet_length(results::text) <= 100000
         AND octet_length(error) <= 4096 AND octet_length(worker) <= 255),
     CONSTRAINT analytics_run_times CHECK (
         lease_until BETWEEN '1970-01-01 00:00:00+00' AND '9000-01-01 00:00:00+00'

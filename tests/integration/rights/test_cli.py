@@ -62,6 +62,7 @@ OTHERS = {
     "status": "works on a directory, by the account",
 }  # fmt: skip
 JOBS = {
+    "analytics schedule run": Right.WORK,
     "archive retain": Right.WORK, "archive run": Right.WORK, "node rearm": Right.RELAY, "outbox recover": Right.RELAY,
     "outbox rotate": Right.WORK, "route repair": Right.WORK, "trim": Right.WORK,
 }  # fmt: skip
@@ -163,6 +164,7 @@ def test_a_consumer_changes_its_own_group_and_no_other(
 def test_who_may_view_sees_plans_of_changes(system: System, act_as: Act) -> None:
     system.old_day()
     system.cut()
+    system.make_schedule()
     system.another_node()
     first, second = system.stage.partitions
     act_as(Right.VIEW)
