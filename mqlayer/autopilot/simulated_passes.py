@@ -46,10 +46,11 @@ class SimulatedChange:
     is_judged: bool = False
 
 
-
 class SimulatedPilot:
-    """The autopilot beside a simulation: call it after each slot. Raises InvalidInput for long slots, or a policy out of
-    bounds."""
+    """The autopilot beside a simulation: call it after each slot.
+
+    Raises InvalidInput for long slots, or a policy out of bounds.
+    """
 
     def __init__(
         self, policy: RoutePolicy, times: Times = TIMES, *, pass_s: float = PASS_S, rules: Sequence[AutoRule] = RULES

@@ -180,7 +180,7 @@ class SimulatedMembers(NamedTuple):
     """A group's members. `per_s`: messages per second of each; `concurrency`: its workers, so a key gets `per_s` over
     it; None: keys are not limited."""
 
-    count: int
+    size: int
     per_s: float
     concurrency: int | None = None
     by_rate: bool = False

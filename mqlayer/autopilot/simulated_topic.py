@@ -1,7 +1,7 @@
 """Simulate a topic and a group, slot by slot, on routes that may change. Pure.
 
-A change is in force from the next slot on. Members read successors once parents are drained, as real ones do. Hand-overs
-and pauses take no time.
+A change is in force from the next slot on. Members read successors once parents are drained, as real ones do.
+Hand-overs and pauses take no time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SimulatedTopic:
         self._by_lp: list[SimulatedPartition] = []
         self._number = 0
         self._owners: dict[PartitionId, str] = {}
-        self._names = [f"m{number:03}" for number in range(members.count)]
+        self._names = [f"m{number:03}" for number in range(members.size)]
         self._spare = dict.fromkeys(self._names, 0.0)
         self._assigned: frozenset[int] = frozenset()
         self._rated = (-math.inf, Counter[PartitionId]())
@@ -115,11 +115,11 @@ class SimulatedTopic:
         self._assigned = readable
         numbers = [PartitionId(number) for number in sorted(readable)]
         if self.members.by_rate:
-            self._owners = assign_by_rate(numbers, self._names, self._owners, self._rates(rebalance))
+            self._owners = assign_by_rate(numbers, self._names, self._owners, self._rates(measure=rebalance))
         else:
             self._owners = assign(numbers, self._names, self._owners)
 
-    def _rates(self, measure: bool) -> Counter[PartitionId]:
+    def _rates(self, *, measure: bool) -> Counter[PartitionId]:
         before = self._rated[1]
         ends = Counter({PartitionId(one.number): one.arrived for one in self.partitions.values()})
         if measure:
