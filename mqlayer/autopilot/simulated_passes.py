@@ -86,7 +86,9 @@ class SimulatedPilot:
     def _sample(self, topic: SimulatedTopic) -> None:
         for one in topic.open:
             samples = self._samples.setdefault(one.number, deque(maxlen=KEPT_SAMPLES))
-            samples.appendleft(LoadSample(topic.now_s, one.arrived, one.served))
+            # No group consumes a partition whose parents are not drained: it is measured without a lag.
+            settled = one.arrived if one.parents else one.served
+            samples.appendleft(LoadSample(topic.now_s, one.arrived, settled))
 
     def _seen(self, topic: SimulatedTopic) -> AutoTopic:
         now = topic.arrivals.time_of(topic.slot)

@@ -50,7 +50,7 @@ class WhatIfParams:
 
     Routes: the present one, or `version`; even ones with so many `partitions`; the one of a `split_report`.
     Members: as many as the `group` had, or `members`. Their speed: `member_per_s`, or what `handling_ms` and
-    `concurrency` make, or the group's own. `slot_s`: None: as short as the span allows. `since`, `until`: of publishing.
+    `concurrency` make, or the group's own. `slot_s`: None: as short as possible. `since`, `until`: of publishing.
     """
 
     partitions: Sequence[int] = ()
