@@ -148,7 +148,7 @@ def _speed(outcomes: DataFrame, asked: WhatIfParams) -> tuple[str | None, GroupS
         word = f"the median of {len(own)} members' best {found_in.RATE_S} s: their limit only if they had a backlog"
         speed = GroupSpeed(median(own), word, len(own))
     else:
-        raise InvalidInput("no group of the snapshot shows how fast a member is: --member-rate, or --handling")
+        raise InvalidInput("no group of the snapshot shows how fast a member is: --member-rate, or --handler-ms")
     if not own and not asked.members:
         raise InvalidInput("the snapshot does not show how many members there were: --members N")
     return group, speed
