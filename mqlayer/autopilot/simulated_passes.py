@@ -1,7 +1,4 @@
-"""Simulated passes of the autopilot on a simulated topic: its own rules, bounds and judgements. Pure.
-
-Moves between nodes are left out: there is one node.
-"""
+"""The autopilot's own rules, bounds and judgements on a simulated topic with one node: pure."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from mqlayer.errors import InvalidInput
 PASS_S: Final = 5.0
 """As the job auto_routes."""
 LONGEST_SLOT_S: Final = 20.0
-"""Longer slots are no samples to judge by."""
+"""Longer slots are no samples."""
 KEPT_SAMPLES: Final = 64
 KEPT_CHANGES: Final = 1_000
 NODE: Final = NodeId(1)
@@ -33,7 +30,7 @@ NODE: Final = NodeId(1)
 
 @dataclass(slots=True)
 class SimulatedChange:
-    """A change that the autopilot would have made. `at_s`: since the begin; `helped`: None: not to be told."""
+    """`helped`: None: unknown."""
 
     change_id: int
     at_s: float
@@ -47,10 +44,7 @@ class SimulatedChange:
 
 
 class SimulatedPilot:
-    """The autopilot beside a simulation: call it after each slot.
-
-    Raises InvalidInput for long slots, or a policy out of bounds.
-    """
+    """To call after each slot. Raises InvalidInput for long slots, or a policy out of bounds."""
 
     def __init__(
         self, policy: RoutePolicy, times: Times = TIMES, *, pass_s: float = PASS_S, rules: Sequence[AutoRule] = RULES
@@ -115,7 +109,7 @@ class SimulatedPilot:
         )
 
     def _with_loads(self, topic: SimulatedTopic, whole: AutoTopic, candidates: Sequence[AutoPartition]) -> AutoTopic:
-        """Count the last arrivals per LP, as many as a sample would have."""
+        """Count the last arrivals per LP, as many as a sample has."""
         slots = max(1, round(self._times.sample_s / topic.arrivals.slot_s))
         part = min(1.0, self._times.sample_s / (slots * topic.arrivals.slot_s))
         per_lp: Counter[int] = Counter()
@@ -134,7 +128,7 @@ class SimulatedPilot:
         return replace(whole, partitions=partitions)
 
     def _judge_all(self, topic: SimulatedTopic, seen: AutoTopic) -> bool:
-        """Judge the changes that are due; return whether the autopilot stopped."""
+        """Return whether the autopilot stopped."""
         stops = False
         for one in [one for one in self.changes if not one.is_judged]:
             drained = not any(topic.partitions[n].parents for n in one.successors if n in topic.partitions)

@@ -1,7 +1,4 @@
-"""Queues of a simulated topic: arrivals, partitions, and what members take of them. Pure.
-
-Arrivals of a slot can be handled in it. A queue is handled in order; a hot key's queue by one worker at a time.
-"""
+"""Queues of a simulated topic: pure. Arrivals of a slot can be handled in it."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from datetime import datetime, timedelta
 from typing import Final, NamedTuple
 
 OTHER_KEYS: Final = -1
-"""In place of a hot key's number."""
+"""In place of a hot key."""
 
 
 class ArrivalCell(NamedTuple):
-    """Messages of an LP in a slot: of one hot key (its number), or of all others."""
+    """Messages of an LP in a slot, of one hot key or all others."""
 
     slot: int
     lp: int
@@ -28,7 +25,7 @@ class ArrivalCell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """A topic's messages per slot and LP, in arrays: 12 bytes per cell. `keys`: the hot ones."""
+    """Messages per slot and LP, 12 bytes per cell. `keys`: the hot ones."""
 
     began: datetime
     slot_s: float
@@ -40,7 +37,7 @@ class Arrivals:
 
     @classmethod
     def of(cls, began: datetime, slot_s: float, keys: Sequence[str], cells: Iterable[ArrivalCell]) -> Arrivals:
-        """Return arrivals from cells in the order of their slots."""
+        """Return arrivals of cells, ordered by slot."""
         firsts, lps, numbers, messages = array("q", [0]), array("h"), array("h"), array("q")
         for cell in cells:
             while len(firsts) <= cell.slot:
@@ -53,25 +50,25 @@ class Arrivals:
 
     @property
     def slots(self) -> int:
-        """How many there are."""
+        """Their number."""
         return len(self._firsts) - 1
 
     @property
     def messages(self) -> int:
-        """All of them."""
+        """Their sum."""
         return sum(self._messages)
 
     def at(self, slot: int) -> Iterator[tuple[int, int, int]]:
-        """Return a slot's LPs, hot keys' numbers, and messages."""
+        """Return LPs, hot keys, and messages."""
         cells = slice(self._firsts[slot], self._firsts[slot + 1])
         return zip(self._lps[cells], self._keys[cells], self._messages[cells], strict=True)
 
     def time_of(self, slot: int) -> datetime:
-        """Return when a slot begins."""
+        """Return a slot's begin."""
         return self.began + timedelta(seconds=slot * self.slot_s)
 
     def per_lp(self) -> Counter[int]:
-        """Return all messages per LP."""
+        """Return totals."""
         found: Counter[int] = Counter()
         for lp, messages in zip(self._lps, self._messages, strict=True):
             found[lp] += messages
@@ -80,14 +77,14 @@ class Arrivals:
 
 @dataclass(slots=True)
 class SimulatedQueue:
-    """Messages in order, as [slot, messages]. `credit`: what a hot key's one worker can handle now."""
+    """Chunks of [slot, messages], in order. `credit`: the most to take now."""
 
     chunks: deque[list[int]] = field(default_factory=deque)
     backlog: int = 0
     credit: float = 0.0
 
     def add(self, slot: int, messages: int) -> None:
-        """Append messages of a slot."""
+        """Append messages."""
         if self.chunks and self.chunks[-1][0] == slot:
             self.chunks[-1][1] += messages
         else:
@@ -95,7 +92,7 @@ class SimulatedQueue:
         self.backlog += messages
 
     def take(self, most: int) -> tuple[int, int]:
-        """Take messages of the oldest slot; return it and how many."""
+        """Take of the oldest slot; return slot and messages."""
         head = self.chunks[0]
         taken = min(most, head[1])
         head[1] -= taken
@@ -108,7 +105,7 @@ class SimulatedQueue:
 
 @dataclass(slots=True, eq=False)
 class SimulatedPartition:
-    """A partition with its queues. `parents`: those not yet drained; `per_key`: messages of a key in one slot."""
+    """A partition. `parents`: undrained ones; `per_key`: a key's messages in one slot."""
 
     number: int
     lp_from: int
@@ -128,16 +125,16 @@ class SimulatedPartition:
 
     @property
     def is_drained(self) -> bool:
-        """Whether it is sealed and empty."""
+        """Sealed and empty."""
         return not self.is_open and not self.backlog
 
     @property
     def oldest(self) -> int | None:
-        """The slot of its oldest message."""
+        """Its oldest message's slot."""
         return min((queue.chunks[0][0] for queue in self.queues.values() if queue.chunks), default=None)
 
     def add(self, slot: int, key: int, messages: int) -> None:
-        """Append messages of a hot key, or of all others."""
+        """Append messages."""
         queue = self.queues.get(key)
         if queue is None:
             queue = self.queues[key] = SimulatedQueue()
@@ -145,7 +142,7 @@ class SimulatedPartition:
         self.arrived += messages
 
     def refresh(self) -> int:
-        """Begin a slot; return the most that can be taken in it."""
+        """Begin a slot; return the most to take."""
         able = 0
         for key, queue in self.queues.items():
             if not queue.backlog:
@@ -160,7 +157,7 @@ class SimulatedPartition:
         return able
 
     def take(self, most: int, slot: int, waits: Counter[int]) -> None:
-        """Take messages, the oldest first as far as keys allow; note how many slots they waited."""
+        """Take the oldest that keys allow; count by slots waited."""
         self.served += most
         able = [queue for queue in self.queues.values() if queue.backlog and queue.credit >= 1]
         while most:
@@ -177,8 +174,7 @@ def _whole(credit: float) -> tuple[int, ...]:
 
 
 class SimulatedMembers(NamedTuple):
-    """A group's members. `per_s`: messages per second of each; `concurrency`: its workers, so a key gets `per_s` over
-    it; None: keys are not limited."""
+    """`per_s`: of each; a key gets it divided by `concurrency`, None: all."""
 
     size: int
     per_s: float
@@ -186,12 +182,12 @@ class SimulatedMembers(NamedTuple):
     by_rate: bool = False
 
     def per_key(self, slot_s: float) -> float:
-        """Return the messages of one key that a slot suffices for."""
+        """Return a key's messages in one slot."""
         return math.inf if self.concurrency is None else self.per_s / self.concurrency * slot_s
 
 
 def shares(budget: int, wanted: Sequence[int]) -> list[int]:
-    """Divide a budget fairly: none gets more than it wants, and nothing is left that one wants."""
+    """Divide a budget evenly, giving none more than wanted."""
     found = [0] * len(wanted)
     left = len(wanted)
     for at in sorted(range(len(wanted)), key=lambda at: (wanted[at], at)):

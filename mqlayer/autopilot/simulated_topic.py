@@ -1,8 +1,4 @@
-"""Simulate a topic and a group, slot by slot, on routes that may change. Pure.
-
-A change is in force from the next slot on. Members read successors once parents are drained, as real ones do.
-Hand-overs and pauses take no time.
-"""
+"""Simulate a topic and a group, slot by slot: pure. Changes take no time, but successors wait for drained parents."""
 
 from __future__ import annotations
 
@@ -21,11 +17,11 @@ from mqlayer.errors import InvalidInput
 BALANCE_S: Final = 10.0
 """As the job balance_by_rate."""
 POINTS: Final = 360
-"""Most points of a curve: each is the highest of its slots."""
+"""Most points of a curve."""
 
 
 class SimulatedTopic:
-    """A topic at a slot. Raises InvalidInput unless `ranges` tile all LPs."""
+    """Raises InvalidInput unless `ranges` tile all LPs."""
 
     def __init__(self, arrivals: Arrivals, ranges: Sequence[tuple[int, int]], members: SimulatedMembers) -> None:
         ordered = sorted(ranges)
@@ -33,9 +29,9 @@ class SimulatedTopic:
             raise InvalidInput(f"these partitions do not serve each of {LP_COUNT} LPs once: {ordered}")
         self.arrivals, self.members, self.slot = arrivals, members, 0
         self.waits: Counter[int] = Counter()
-        """Handled messages by the slots that they waited."""
+        """Handled messages by slots waited."""
         self.partitions: dict[int, SimulatedPartition] = {}
-        """Open ones, and sealed ones with messages."""
+        """Open or undrained ones."""
         self._by_lp: list[SimulatedPartition] = []
         self._number = 0
         self._owners: dict[PartitionId, str] = {}
@@ -48,7 +44,7 @@ class SimulatedTopic:
 
     @property
     def open(self) -> list[SimulatedPartition]:
-        """Open partitions, in the order of their LPs."""
+        """Open partitions by LPs."""
         return sorted((one for one in self.partitions.values() if one.is_open), key=lambda one: one.lp_from)
 
     @property
@@ -58,7 +54,7 @@ class SimulatedTopic:
 
     @property
     def now_s(self) -> float:
-        """Seconds since the begin."""
+        """Seconds simulated."""
         return self.slot * self.arrivals.slot_s
 
     def advance(self) -> None:
@@ -137,19 +133,19 @@ class SimulatedTopic:
 
 
 class SimulatedRun:
-    """What a simulation shows: lags and delays per slot, curves for charts, messages by waiting time."""
+    """Lags and ages per slot, curves, waits."""
 
     def __init__(self, topic: SimulatedTopic, beside: Callable[[SimulatedTopic], None] | None = None) -> None:
-        """Run to the end; `beside` may change routes after each slot."""
+        """Run; call `beside` after each slot."""
         self.arrivals = topic.arrivals
         self.lags, self.behind = array("q"), array("q")
         self.step = max(1, math.ceil(topic.arrivals.slots / POINTS))
         self.curves: dict[int, dict[int, int]] = {}
-        """Highest lag by partition and point."""
+        """Highest lag per partition and point."""
         self.hottest: list[float] = []
-        """The hottest partition's share of what arrived, by point."""
+        """The hottest partition's share of arrivals."""
         self.partitions: list[int] = []
-        """Open ones, by point."""
+        """Open ones."""
         self._arrived: Counter[int] = Counter()
         for _ in range(topic.arrivals.slots):
             topic.advance()
@@ -179,30 +175,27 @@ class SimulatedRun:
 
     @property
     def lag_p99(self) -> int:
-        """The lag that 99 % of the slots do not exceed."""
+        """99 % of slots do not exceed it."""
         return quantile(Counter(self.lags), 0.99)
 
     @property
     def behind_s(self) -> float:
-        """The longest time that the oldest message had waited."""
+        """The oldest message's greatest age."""
         return max(self.behind, default=0) * self.arrivals.slot_s
 
     @property
     def hottest_share(self) -> float:
-        """The hottest partition's share, the mean over all points with messages."""
+        """Mean over points with messages."""
         with_any = [share for share in self.hottest if share]
         return sum(with_any) / len(with_any) if with_any else 0.0
 
     def wait_s(self, part: float) -> float:
-        """Return the time from arrival to handling that this part of messages does not exceed; to one slot.
-
-        Messages left at the end count with their time so far.
-        """
+        """Return the waiting time of this part of messages; for those left, so far."""
         return quantile(self.waits, part) * self.arrivals.slot_s
 
 
 def quantile(counts: Counter[int], part: float) -> int:
-    """Return the lowest value that this part of all values does not exceed; 0 of nothing."""
+    """Return the value that this part does not exceed; 0 of nothing."""
     rank, seen = math.ceil(part * counts.total()), 0
     for value, count in sorted(counts.items()):
         seen += count

@@ -1,4 +1,4 @@
-"""Scenarios: the same arrivals on other routes, with other members, and with automatic routes. Pure."""
+"""The same arrivals on other routes, with other members, with automatic routes: pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Ranges = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class AutoThresholds:
-    """What automatic routes are tried with: each combination. Empty: the policy's own."""
+    """Values to combine; none: the default."""
 
     capacities: Sequence[float] = ()
     cool_downs_s: Sequence[float] = ()
@@ -46,12 +46,7 @@ class AutoThresholds:
 
 @dataclass(frozen=True, slots=True)
 class WhatIfParams:
-    """What to try.
-
-    Routes: the present one, or `version`; even ones with so many `partitions`; the one of a `split_report`.
-    Members: as many as the `group` had, or `members`. Their speed: `member_per_s`, or what `handling_ms` and
-    `concurrency` make, or the group's own. `slot_s`: None: as short as possible. `since`, `until`: of publishing.
-    """
+    """What to try; docs/how-to/try-routes.md explains it. None: as the snapshot shows."""
 
     partitions: Sequence[int] = ()
     split_report: Path | None = None
@@ -72,7 +67,7 @@ class WhatIfParams:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A route, members, and a policy; without one, the route stays."""
+    """Without a policy, the route stays."""
 
     route: str
     ranges: Ranges
@@ -81,7 +76,7 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        """A few words for legends."""
+        """For legends."""
         found = f"{self.route}, {self.members.size} members"
         if self.policy is None:
             return found
@@ -91,7 +86,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioResult:
-    """What came of a scenario. `stopped`: why the autopilot stopped itself."""
+    """`stopped`: why the autopilot did."""
 
     scenario: Scenario
     run: SimulatedRun
@@ -99,7 +94,7 @@ class ScenarioResult:
     stopped: str = ""
 
     def row(self) -> dict[str, Any]:
-        """Return the figures: lag in messages, times in seconds."""
+        """Return figures."""
         policy, run = self.scenario.policy, self.run
         return {
             "route": self.scenario.route,
@@ -126,7 +121,7 @@ class ScenarioResult:
 def scenarios(
     routes: Mapping[str, Ranges], members: Sequence[SimulatedMembers], thresholds: AutoThresholds | None = None
 ) -> list[Scenario]:
-    """Return each route with each number of members, as it is and by each policy. Raises InvalidInput for too many."""
+    """Return all combinations. Raises InvalidInput for too many."""
     policies = [None, *([] if thresholds is None else thresholds.policies())]
     found = [
         Scenario(name, ranges, crew, policy)
@@ -140,7 +135,7 @@ def scenarios(
 def run_scenario(
     arrivals: Arrivals, scenario: Scenario, *, times: Times = TIMES, pass_s: float = PASS_S
 ) -> ScenarioResult:
-    """Simulate a scenario. Raises InvalidInput for a policy out of bounds, or slots too long to judge by."""
+    """Simulate a scenario. Raises InvalidInput as SimulatedPilot."""
     topic = SimulatedTopic(arrivals, scenario.ranges, scenario.members)
     if scenario.policy is None:
         return ScenarioResult(scenario, SimulatedRun(topic))

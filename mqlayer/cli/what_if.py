@@ -1,4 +1,4 @@
-"""`analytics what-if`: a day's arrivals on other routes, with other members, by other thresholds."""
+"""`analytics what-if`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other routes, members or automatic routes would have made of a day; docs/how-to/try-routes.md explains it."""
+"""A day on other routes, with other members, with automatic routes; see docs/how-to/try-routes.md."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLOT_LENGTHS_S: Final = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1_800, 3_600)
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 CHANGES_SHOWN: Final = 200
 CURVES: Final = 3
-"""Lines of one chart beside what happened."""
+"""Scenarios per chart."""
 SCENARIO_ROW: Final = (
     "scenario int, route string, members int, automatic boolean, capacity double, cool_down double, per_hour int, "
     "at_most int, splits int, merges int, partitions int, hottest_share double, lag_p99 bigint, lag_most bigint, "
@@ -38,11 +38,11 @@ CURVE_ROW: Final = "scenario int, at timestamp, lag bigint, behind_s double, hot
 CHANGE_ROW: Final = "scenario int, at_s double, kind string, partitions array<int>, reason string, helped boolean"
 
 Row = Mapping[str, Any]
-Curve = list[tuple[datetime, float]]
+LagCurve = list[tuple[datetime, float]]
 
 
 class GroupSpeed(NamedTuple):
-    """How fast a member is, and where the figure is from. `actors`: members of the group in the snapshot."""
+    """A member's messages per second. `actors`: members in the snapshot."""
 
     per_s: float
     source: str
@@ -50,7 +50,7 @@ class GroupSpeed(NamedTuple):
 
 
 def run(tables: SnapshotTables, params: JobParams) -> JobResult:
-    """Simulate the scenarios of one topic. Raises InvalidInput for several topics, and for what they can't be."""
+    """Simulate scenarios. Raises InvalidInput for several topics, or missing facts."""
     asked = params.what_if
     topic, records = _one_topic(tables, asked)
     arrived = _arrivals(topic, records, asked)
@@ -110,7 +110,7 @@ def _arrivals(topic: str, records: DataFrame, asked: WhatIfParams) -> Arrivals:
 
 
 def slot_length(span_s: float, wanted_s: float | None) -> float:
-    """Return the length of slots. Raises InvalidInput for one that makes too many."""
+    """Return seconds. Raises InvalidInput for too many slots."""
     if wanted_s is not None:
         if span_s / wanted_s >= SLOTS:
             raise InvalidInput(
@@ -185,9 +185,9 @@ def _serves(row: Row, version: int) -> bool:
 
 
 class PastLag(NamedTuple):
-    """The lag that there was: its curve, and figures."""
+    """The real lag."""
 
-    curve: Curve
+    curve: LagCurve
     facts: dict[str, Any]
     lags: Sequence[int]
 
@@ -208,7 +208,7 @@ def _as_it_was(outcomes: DataFrame, group: str, arrived: Arrivals) -> PastLag:
     return PastLag(_points(arrived, lags), facts, lags)
 
 
-def _points(arrived: Arrivals, values: Sequence[float]) -> Curve:
+def _points(arrived: Arrivals, values: Sequence[float]) -> LagCurve:
     step = max(1, math.ceil(arrived.slots / POINTS))
     return [(arrived.time_of(at), max(values[at : at + step])) for at in range(0, len(values), step)]
 
@@ -255,13 +255,13 @@ def _parts(facts: Row, results: Sequence[ScenarioResult], was: PastLag | None) -
     return [*parts, Table("Changes", facts["changes"], "no scenario changes routes")]
 
 
-def _by_point(result: ScenarioResult, values: Sequence[float], *, percent: bool = False) -> Curve:
+def _by_point(result: ScenarioResult, values: Sequence[float], *, percent: bool = False) -> LagCurve:
     run = result.run
     return [(run.arrivals.time_of(at * run.step), value * (100 if percent else 1)) for at, value in enumerate(values)]
 
 
-def _by_partition(result: ScenarioResult) -> dict[str, Curve]:
-    """Return the partitions with the longest lags."""
+def _by_partition(result: ScenarioResult) -> dict[str, LagCurve]:
+    """Return the longest lags."""
     run = result.run
     worst = sorted(run.curves, key=lambda number: (-max(run.curves[number].values()), number))[: CURVES + 1]
     return {

@@ -1,4 +1,4 @@
-"""Arrivals per slot and LP, and how fast a group handled them."""
+"""Arrivals per slot and LP; members' rates."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pyspark.sql import functions as F  # noqa: N812
 from mqlayer.spark.transforms.latency import per_offset
 
 HOT_SHARE: Final = 0.01
-"""A key with this share of a topic has a queue of its own in simulations: 100 at most."""
+"""So 100 keys at most."""
 RATE_S: Final = 10
-"""Rates of members are taken over so many seconds."""
+"""Seconds that rates are taken over."""
 
 
 def span(records: DataFrame) -> DataFrame:
-    """Return per topic: records, and the first and last time of publishing, in microseconds."""
+    """Return per topic: records, first and last time of publishing."""
     at = F.unix_micros("published_at")
     return records.groupBy("topic").agg(
         F.count("*").alias("records"), F.min(at).alias("first_us"), F.max(at).alias("last_us")
@@ -24,7 +24,7 @@ def span(records: DataFrame) -> DataFrame:
 
 
 def hot_keys(records: DataFrame, share: float = HOT_SHARE) -> DataFrame:
-    """Return the keys with this share of their topic's records or more."""
+    """Return the keys with this share of a topic or more."""
     whole = records.groupBy("topic").agg(F.count("*").alias("all"))
     per_key = records.filter(F.col("key").isNotNull()).groupBy("topic", "key").agg(F.count("*").alias("records"))
     found = per_key.join(F.broadcast(whole), "topic").withColumn("share", F.col("records") / F.col("all"))
@@ -32,10 +32,7 @@ def hot_keys(records: DataFrame, share: float = HOT_SHARE) -> DataFrame:
 
 
 def arrivals(records: DataFrame, hot: DataFrame, began_us: int, slot_us: int) -> DataFrame:
-    """Return messages per topic, slot, LP and hot key (null: all other keys).
-
-    Rows are bounded by slots and LPs. Slots count from `began_us`, by the publishers' clocks.
-    """
+    """Return messages per topic, slot, LP and hot key; null: other keys."""
     named = F.broadcast(hot.select("topic", "key", F.col("key").alias("hot_key")))
     slot = _slot("published_at", began_us, slot_us)
     rows = records.join(named, ["topic", "key"], "left").withColumn("slot", slot)
@@ -43,7 +40,7 @@ def arrivals(records: DataFrame, hot: DataFrame, began_us: int, slot_us: int) ->
 
 
 def settled_by_slot(outcomes: DataFrame, began_us: int, slot_us: int) -> DataFrame:
-    """Return per topic, group and slot the messages that the group settled for the first time."""
+    """Return per topic, group and slot: messages settled for the first time."""
     first = per_offset(outcomes.select("topic", "group", "partition", "first_offset", "last_offset", "settled_at"))
     first = first.groupBy("topic", "group", "partition", "offset").agg(F.min("settled_at").alias("settled_at"))
     rows = first.withColumn("slot", F.greatest(_slot("settled_at", began_us, slot_us), F.lit(0)))
@@ -51,10 +48,7 @@ def settled_by_slot(outcomes: DataFrame, began_us: int, slot_us: int) -> DataFra
 
 
 def member_rates(outcomes: DataFrame, window_s: int = RATE_S) -> DataFrame:
-    """Return per topic, group and member: messages, and the most per second in a window.
-
-    A member that never had a backlog shows its load, not its limit.
-    """
+    """Return per topic, group and member: messages, most per second in a window."""
     window = F.floor(F.unix_micros("settled_at") / F.lit(window_s * 1_000_000))
     handled = outcomes.filter(F.col("outcome") == "handled").withColumn("window", window)
     messages = F.sum(F.col("last_offset") - F.col("first_offset") + 1)
