@@ -46,7 +46,7 @@ class AutoThresholds:
 
 @dataclass(frozen=True, slots=True)
 class WhatIfParams:
-    """What to try; docs/how-to/try-routes.md explains it. None: as the snapshot shows."""
+    """What to try. None: as the snapshot shows."""
 
     partitions: Sequence[int] = ()
     split_report: Path | None = None
