@@ -55,6 +55,10 @@ OPTIONS: Final[dict[str, str]] = {
     "analytics schedule pause": "NAME",
     "analytics schedule resume": "NAME",
     "analytics schedule drop": "NAME --plan --yes",
+    "analytics what-if":
+        "--snapshot --topic --partitions --split-report --version --group --members --member-rate --handler-ms "
+        "--concurrency --balance --slot --since --until --auto --capacity --cool-down --changes-per-hour "
+        "--max-partitions --min-partitions --out --html --method --conf --json",
     "doctor": "--all --json",
     "problems": "--ended --hours --json",
     "size":
