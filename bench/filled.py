@@ -181,6 +181,10 @@ class Scene:
         self.owned = send_heartbeat(system.database, session, lease_s=LEASE_S).assignments[0]
         self._number = 2_000_000_000
         with system.database.connection() as connection:
+            connection.execute(query("outbox_identity_put"))
+            ((outbox_uuid,),) = connection.execute(query("outbox_uuid")).fetchall()
+            ((term,),) = connection.execute(query("outbox_term")).fetchall()
+            self._relay = {"outbox_uuid": outbox_uuid, "term": term}
             # Statistics are late until this bench takes them.
             for table in ("outbox_0", "outbox_1", "outbox_2", "outbox_3", "fence_applied"):
                 connection.execute(f"ALTER TABLE mqlayer_app.{table} SET (autovacuum_enabled = off)".encode())
@@ -267,7 +271,7 @@ class Scene:
         with self.database.connection() as connection, connection.transaction(force_rollback=True):
             if name.startswith("outbox_") and "lp_sets" in facts:
                 connection.execute(query("relay_settings"))
-            connection.execute(query(name), facts)
+            connection.execute(query(name), {**facts, **self._relay})
 
     def park(self) -> Sequence[KeyRef]:
         """Park new keys, each with a message."""
