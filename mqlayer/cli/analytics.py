@@ -62,9 +62,11 @@ class JobRequest(NamedTuple):
 
 def add_to(app: typer.Typer) -> None:
     """Add commands."""
+    from mqlayer.cli.shadow import add_shadow
     from mqlayer.cli.what_if import add_what_if
 
     add_what_if(analytics)
+    add_shadow(analytics)
     app.add_typer(analytics, name="analytics")
 
 
