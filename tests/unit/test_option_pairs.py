@@ -48,6 +48,8 @@ OPTIONS: Final[dict[str, str]] = {
         ("analytics skew", "analytics all"),
         "--snapshot --topic --out --html --partitions --split-report --method --conf --json",
     ),
+    "analytics shadow":
+        "TOPIC --snapshot --handler --against --table --ignore --key --trust-names --allow-unfenced --json",
     "analytics what-if":
         "--snapshot --topic --partitions --split-report --version --group --members --member-rate --handler-ms "
         "--concurrency --balance --slot --since --until --auto --capacity --cool-down --changes-per-hour "
