@@ -1,4 +1,4 @@
-"""Scratch schemas: empty tables like an application's, for effects of handlers that are tried."""
+"""Scratch schemas: empty tables like an application's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WHERE c.oid = %s ORDER BY a.attnum
 
 @dataclass(frozen=True, slots=True)
 class ShadowTable:
-    """A table to compare. `name`: without its schema; `columns`: the compared ones; `serials`: with a sequence."""
+    """`columns`: the compared ones; `serials`: those with a sequence."""
 
     schema: str
     name: str
@@ -76,7 +76,7 @@ def _table(connection: Connection, name: str, ignored: set[str]) -> ShadowTable:
 
 
 class ScratchSchema:
-    """A schema with an empty table per compared one; triggers and foreign keys stay behind."""
+    """Without triggers and foreign keys."""
 
     def __init__(self, connection: Connection, name: str, tables: Sequence[ShadowTable]) -> None:
         self.name, self._connection, self._tables = name, connection, tables

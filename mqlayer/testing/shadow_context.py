@@ -1,4 +1,4 @@
-"""A context that leads a handler's transaction into a scratch schema."""
+"""Redirect a handler's transaction into a scratch schema."""
 
 from __future__ import annotations
 
@@ -20,17 +20,14 @@ SELECT set_config('search_path', quote_ident(%s) || ', ' || current_setting('sea
 
 
 class ShadowTarget(NamedTuple):
-    """The scratch schema. `guarded`: tables that the handler's role must not be able to change."""
+    """`guarded`: tables that the role must not be able to change."""
 
     schema: str
     guarded: Sequence[str]
 
 
 class ShadowContext(DebugContext):
-    """A message for a handler that is tried: what its transaction names without a schema is in the scratch schema.
-
-    Raises InvalidInput from `fence` and `inbox` where the handler's role may change the real tables.
-    """
+    """Names without a schema mean the scratch schema from `fence` or `inbox` on."""
 
     __slots__ = ("_target",)
 

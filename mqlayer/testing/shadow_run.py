@@ -1,7 +1,4 @@
-"""Run a new handler beside the old one over a snapshot, key by key, and compare their effects.
-
-Each key begins with empty tables, so what differs is of its messages.
-"""
+"""Run a new handler beside the old one over a snapshot; each key begins with empty tables."""
 
 from __future__ import annotations
 
@@ -25,12 +22,12 @@ from mqlayer.testing.shadow_context import ShadowContext, ShadowTarget
 
 ROWS_AT_ONCE: Final = 1_000
 DIFFERENCES: Final = 20
-"""Keys whose first differing message is looked for."""
+"""Most keys shown."""
 _FIELDS: Final = 'key, partition, "offset", source, lp, seq, published_at, tags, headers::text, body'
 
 
 class ShadowMessage(NamedTuple):
-    """A message of the snapshot."""
+    """A snapshot's message."""
 
     partition: int
     record: Record
@@ -43,7 +40,7 @@ class ShadowMessage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeyDifference:
-    """A key whose effects differ. `first`: its first differing message, '' if that was not found again."""
+    """A differing key, and its first differing message."""
 
     key: str | None
     messages: int
@@ -68,7 +65,7 @@ class ShadowResult:
 
 
 class ShadowOptions(NamedTuple):
-    """`trust_names`: the handlers' role may change the real tables; `unfenced`: handlers may give no connection."""
+    """`trust_names`: handlers may have rights on real tables; `unfenced`: they may give no connection."""
 
     trust_names: bool = False
     unfenced: bool = False
@@ -76,7 +73,7 @@ class ShadowOptions(NamedTuple):
 
 
 def check_handler(path: str, consumer: Consumer) -> Consumer:
-    """Return a handler whose effects can be led elsewhere. Raises InvalidInput."""
+    """Raises InvalidInput unless its effects can be redirected."""
     if consumer.batch is not None or consumer.is_async:
         kind = "takes batches" if consumer.batch is not None else "is async"
         raise InvalidInput(f"{path!r} {kind}: a shadow runs plain handlers of one message")
@@ -97,7 +94,7 @@ class ShadowSide:
         self._handler = consumer.bound().handler
 
     def handle(self, message: ShadowMessage) -> str:
-        """Give it a message; return '' or its error's class. Raises InvalidInput where its effects went elsewhere."""
+        """Return '' or the error's class. Raises InvalidInput for effects elsewhere."""
         context = ShadowContext(
             self._consumer.topic, self._consumer.group, message.partition, message.record, self._target
         )
@@ -125,7 +122,7 @@ class ShadowRun:
     def compare(
         self, old: Consumer, new: Consumer, connection: Connection, tables: Sequence[ShadowTable]
     ) -> ShadowResult:
-        """Run both. `connection`: to the handlers' database, in autocommit. Raises as `ShadowSide.handle`."""
+        """Run both. Raises as `ShadowSide.handle`."""
         found = ShadowResult()
         guarded = [] if self._options.trust_names else [one.full_name for one in tables]
         with scratch_schemas(connection, tables) as schemas:
@@ -162,7 +159,7 @@ class ShadowRun:
         new.schema.clear()
 
     def _located(self, sides: Sequence[ShadowSide], one: KeyDifference) -> KeyDifference:
-        """Run a key again, comparing after each message, up to the first that differs."""
+        """Run a key again, up to the first difference."""
         old, new = sides
         for message in [one.single] if one.single is not None else self._messages(None, one.key):
             answers = old.handle(message), new.handle(message)
@@ -175,7 +172,8 @@ class ShadowRun:
         return one
 
     def _messages(self, found: ShadowResult | None, key: str | None) -> Iterator[ShadowMessage]:
-        """Yield messages by key, each key's in order: a later partition of an LP has a greater number."""
+        """Yield messages by key, in order."""
+        # A later partition of an LP has a greater number.
         statement = bound("snapshot_records", {"snapshot_id": self._snapshot_id, "lp_from": 0, "lp_to": 1024})
         ordered = sql.SQL(
             "SELECT {fields} FROM ({statement}) AS r WHERE topic = {topic} AND ({key}::text IS NULL OR key = {key}) "
@@ -198,7 +196,7 @@ class ShadowRun:
 
 
 def _unit(message: ShadowMessage) -> tuple[str | None, str]:
-    """Messages without a key have no order: each is by itself."""
+    # Messages without a key have no order: each is by itself.
     if message.record.key == NO_KEY:
         return None, message.name
     return message.record.key.decode(errors="replace"), ""
