@@ -63,10 +63,12 @@ class JobRequest(NamedTuple):
 
 def add_to(app: typer.Typer) -> None:
     """Add commands."""
-    analytics.add_typer(schedule, name="schedule", rich_help_panel=CHANGE)
+    from mqlayer.cli.shadow import add_shadow
     from mqlayer.cli.what_if import add_what_if
 
+    analytics.add_typer(schedule, name="schedule", rich_help_panel=CHANGE)
     add_what_if(analytics)
+    add_shadow(analytics)
     app.add_typer(analytics, name="analytics")
 
 

@@ -48,6 +48,8 @@ OPTIONS: Final[dict[str, str]] = {
         ("analytics skew", "analytics all"),
         "--snapshot --topic --out --html --partitions --split-report --method --conf --json",
     ),
+    "analytics shadow":
+        "TOPIC --snapshot --handler --against --table --ignore --key --trust-names --allow-unfenced --json",
     "analytics schedule create": "NAME --every --job --topic --keep --first",
     "analytics schedule list": "--json",
     "analytics schedule runs": "NAME --limit --after --json",

@@ -41,6 +41,7 @@ OTHERS = {
         (f"analytics {job}" for job in ("audit", "latency", "failures", "fairness", "skew", "what-if", "all")),
         "needs Java, and the right to analyze",
     ),
+    "analytics shadow": "runs a program's handlers, under the right to analyze: see test_shadow.py",
     "console": "runs until it is stopped: see console/test_access.py",
     "console-password": "prints a line: see console/test_access.py",
     "consume": "runs until it is stopped, under the right to consume",
