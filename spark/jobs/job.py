@@ -15,7 +15,18 @@ from mqlayer.errors import InvalidInput
 from mqlayer.spark.html_report import Section
 
 # No job reads a body or a header.
-RECORD_COLUMNS: Final = ("topic", "partition", "batch", "offset", "source", "lp", "seq", "published_at", "key")
+RECORD_COLUMNS: Final = (
+    "topic",
+    "partition",
+    "batch",
+    "offset",
+    "source",
+    "lp",
+    "seq",
+    "published_at",
+    "archived_at",
+    "key",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +53,11 @@ class SnapshotTables:
 
 @dataclass(frozen=True, slots=True)
 class JobParams:
-    """Partitions to balance for, and the split report's path."""
+    """Partitions to balance for, the split report's path, and the console's address."""
 
     partitions: int | None = None
     split_report: Path | None = None
+    console: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

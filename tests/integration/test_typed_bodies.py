@@ -80,8 +80,8 @@ def typed(archived: ArchivedTopics) -> ArchivedTopics:
     """A topic whose schema has three versions, with a body of each, bad bodies, and the snapshot `s`."""
     for body in (First, Second, Third):
         store_schema(archived.database, "orders", schema(body), actor="test")
-    for key, body in BODIES.items():
-        archived.put(key, body=body)
+    for key, data in BODIES.items():
+        archived.put(key, body=data)
     reference = f"3f0b1f38-2a5b-4b0e-9d57-9a6a2a4f3a10:30000:{'0' * 64}"
     archived.put("large", body=b"", headers=json.dumps({"mq-body": reference}))
     create_snapshot(runtime_of(archived.database), "s")
@@ -107,7 +107,8 @@ def test_bodies_of_all_versions_are_columns_and_bad_ones_have_an_error(spark: An
     dsn = role_dsn(typed.dsn, Right.ANALYZE)
     frame = read_snapshot(spark, "s", dsn=dsn, method="python", columns=["key"], decode=True, partitions=1)
     assert frame.columns == ["key", "decoded", "decode_error"]
-    kinds = {one.name: one.dataType.simpleString() for one in frame.schema["decoded"].dataType}
+    fields_of: Any = frame.schema["decoded"].dataType
+    kinds = {one.name: one.dataType.simpleString() for one in fields_of}
     assert kinds == {
         "customer": "string", "amount": "double", "pieces": "bigint", "coupon": "string", "at": "timestamp",
     }  # fmt: skip

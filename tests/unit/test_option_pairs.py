@@ -48,6 +48,7 @@ OPTIONS: Final[dict[str, str]] = {
         ("analytics skew", "analytics all"),
         "--snapshot --topic --out --html --partitions --split-report --method --conf --json",
     ),
+    "analytics journeys": "--snapshot --topic --out --html --console --method --conf --json",
     "doctor": "--all --json",
     "problems": "--ended --hours --json",
     "size":
