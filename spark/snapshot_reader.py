@@ -34,6 +34,7 @@ from mqlayer.spark.body_types import body_shape
 from mqlayer.spark.chain_check import COLUMNS, check_chain
 from mqlayer.spark.data_source import APPLICATION, bound_source, parts_of
 from mqlayer.spark.parquet_snapshot import ParquetSnapshot
+from mqlayer.spark.session import parallelism
 
 if TYPE_CHECKING:
     from mqlayer.domain.body_schemas import JsonSchema
@@ -85,7 +86,7 @@ def read_snapshot(
         raise InvalidInput(f"option method: there is no {method!r}; choose one of {', '.join(METHODS)}")
     address = read_address(dsn or Settings().control_dsn())
     how = _method(spark, method, address)
-    return selection.read(_DatabaseSnapshot(spark, name, address, how, partitions or _parallelism(spark)), name)
+    return selection.read(_DatabaseSnapshot(spark, name, address, how, partitions or parallelism(spark)), name)
 
 
 def read_export(spark: SparkSession, name: str, path: str, **options: Unpack[ReadOptions]) -> DataFrame:
@@ -210,11 +211,3 @@ def _method(spark: SparkSession, method: str | None, address: ReadAddress) -> st
             "libpostgresql-jdbc-java), name its jar in spark.jars, or say method='python'"
         )
     return method
-
-
-def _parallelism(spark: SparkSession) -> int:
-    try:
-        return max(1, int(spark.sparkContext.defaultParallelism))
-    except (AttributeError, NotImplementedError):
-        # Spark Connect has no such value.
-        return 4
