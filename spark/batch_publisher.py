@@ -48,9 +48,10 @@ CHUNK_BYTES: Final = 4_000_000
 """Rows and bytes of bodies that a task holds at once, and writes by one statement."""
 WHOLE: Final = -1
 """The position of whole batches, in place of a part's number."""
-POSITIONS: Final = "mqlayer_stream_position"
+POSITIONS: Final = "public.mqlayer_stream_position"
 APPLICATION: Final = "mqlayer spark"
-_TABLE: Final = re.compile(r"[a-z_][a-z0-9_]{0,62}(\.[a-z_][a-z0-9_]{0,62})?")
+# With its schema: sessions of mqlayer have none in their search path.
+_TABLE: Final = re.compile(r"[a-z_][a-z0-9_]{0,62}\.[a-z_][a-z0-9_]{0,62}")
 # The resolved address is this process's; older client libraries lack the other.
 _LEFT_OUT: Final = ("hostaddr", "sslcertmode", "application_name")
 
@@ -80,7 +81,7 @@ def publish_batches(
     if not order_by or isinstance(order_by, str):
         raise InvalidInput("order_by names no columns: give a list of those that order a key's rows")
     if not _TABLE.fullmatch(positions):
-        raise InvalidInput(f"{positions!r} is no name of a table: say name or schema.name, in a-z 0-9 _")
+        raise InvalidInput(f"{positions!r} is no name of a table: say schema.name, in a-z 0-9 _")
     if tasks is not None and tasks < 1:
         raise InvalidInput(f"{tasks} tasks can't publish: say 1 or more")
     return BatchPublisher(

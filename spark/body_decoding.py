@@ -21,7 +21,7 @@ from mqlayer.domain.schema_versions import versions_that_hold
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.settings import Settings
-from mqlayer.spark.body_types import BodyField, BodyShape, body_shape
+from mqlayer.spark.body_types import ShapeField, BodyShape, body_shape
 from mqlayer.topics.schemas import load_schemas
 
 if TYPE_CHECKING:
@@ -153,12 +153,12 @@ def _misfits(shape: BodyShape) -> list[Column]:
     ]
 
 
-def _filled(one: BodyField) -> Column:
+def _filled(one: ShapeField) -> Column:
     value = F.col("`mq:parsed`")[one.name]
     return (value if one.default is None else F.coalesce(value, _literal(one))).alias(one.name)
 
 
-def _literal(one: BodyField) -> Column:
+def _literal(one: ShapeField) -> Column:
     if isinstance(one.type, StructType | ArrayType | MapType):
         return F.from_json(F.lit(json.dumps(one.default)), one.type)
     if isinstance(one.type, StringType) and not isinstance(one.default, str):

@@ -36,7 +36,7 @@ _DEFINED: Final = "#/$defs/"
 
 
 @dataclass(frozen=True, slots=True)
-class BodyField:
+class ShapeField:
     """A field of all versions. `required`: each version needs it, not null. `default`: for bodies without it."""
 
     name: str
@@ -49,7 +49,7 @@ class BodyField:
 class BodyShape:
     """A body's fields."""
 
-    fields: tuple[BodyField, ...]
+    fields: tuple[ShapeField, ...]
 
     def schema(self) -> StructType:
         """Return them as a struct."""
@@ -66,7 +66,7 @@ def body_shape(topic: str, versions: Sequence[JsonSchema]) -> BodyShape:
             f"topic {topic!r} has no schema: start a typed consumer, or store one with mqlayer topic schema {topic} "
             "--store MODULE:TOPIC, or give a mqlayer.Topic"
         )
-    found: dict[str, BodyField] = {}
+    found: dict[str, ShapeField] = {}
     for number, version in enumerate(versions):
         types = _Types(version)
         plain = list(types.alternatives(version))
@@ -107,25 +107,25 @@ def _struct(types: Mapping[str, DataType]) -> StructType:
     return found
 
 
-def _optional(one: BodyField) -> BodyField:
-    return BodyField(one.name, one.type, required=False, default=one.default)
+def _optional(one: ShapeField) -> ShapeField:
+    return ShapeField(one.name, one.type, required=False, default=one.default)
 
 
-def _both(before: BodyField, later: BodyField) -> BodyField:
+def _both(before: ShapeField, later: ShapeField) -> ShapeField:
     # The latest version's default, as its readers have it.
     default = later.default if later.default is not None else before.default
-    return BodyField(before.name, merged(before.type, later.type), before.required and later.required, default)
+    return ShapeField(before.name, merged(before.type, later.type), before.required and later.required, default)
 
 
-def _fields_of(types: _Types, plain: Sequence[JsonSchema]) -> dict[str, BodyField]:
-    found: dict[str, BodyField] = {}
+def _fields_of(types: _Types, plain: Sequence[JsonSchema]) -> dict[str, ShapeField]:
+    found: dict[str, ShapeField] = {}
     for one in plain:
         for name, schema in one["properties"].items():
             nullable = types.takes_null(schema)
             required = name in one.get("required", ()) and not nullable and len(plain) == 1
             # Spark reads an absent field as null: a default stands for both where null is no value.
             default = None if nullable or not isinstance(schema, dict) else schema.get("default")
-            made = BodyField(name, types.of(schema), required, default)
+            made = ShapeField(name, types.of(schema), required, default)
             found[name] = _both(found[name], made) if name in found else made
     return found
 

@@ -155,10 +155,11 @@ class Stream:
     def positions(self) -> Counter[int]:
         """Return how many parts are at which batch."""
         with psycopg.connect(self.dsn) as connection:
-            if connection.execute("SELECT to_regclass('mqlayer_stream_position')").fetchone() == (None,):
+            if connection.execute("SELECT to_regclass('public.mqlayer_stream_position')").fetchone() == (None,):
                 return Counter()
             return Counter(
-                batch for (batch,) in connection.execute("SELECT batch FROM mqlayer_stream_position WHERE part >= 0")
+                batch
+                for (batch,) in connection.execute("SELECT batch FROM public.mqlayer_stream_position WHERE part >= 0")
             )
 
 
