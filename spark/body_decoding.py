@@ -21,7 +21,7 @@ from mqlayer.domain.schema_versions import versions_that_hold
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
 from mqlayer.settings import Settings
-from mqlayer.spark.body_types import ShapeField, BodyShape, body_shape
+from mqlayer.spark.body_types import BodyShape, ShapeField, body_shape
 from mqlayer.topics.schemas import load_schemas
 
 if TYPE_CHECKING:
