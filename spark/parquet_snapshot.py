@@ -12,6 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from mqlayer.archive.columns import ArchiveTable
 from mqlayer.archive.parquet_export import FORMAT, MANIFEST
 from mqlayer.archive.snapshots import SeqRange
+from mqlayer.domain.body_schemas import JsonSchema
 from mqlayer.errors import InvalidInput
 from mqlayer.spark.schemas import declared
 
@@ -34,6 +35,15 @@ class ParquetSnapshot:
     def cut(self) -> list[SeqRange]:
         """Return the snapshot's seq ranges."""
         return [SeqRange(*one) for one in self._manifest["cut"]]
+
+    def topics(self) -> list[str]:
+        """Return the snapshot's topics."""
+        return [str(one["topic"]) for one in self._manifest["topics"]]
+
+    def schemas(self, topic: str) -> list[JsonSchema]:
+        """Return the versions of a topic's schema when it was exported; none in exports of older releases."""
+        found: list[JsonSchema] = self._manifest.get("schemas", {}).get(topic, [])
+        return found
 
     def _load(self) -> dict[str, Any]:
         try:

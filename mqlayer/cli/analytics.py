@@ -44,6 +44,9 @@ ConfOption = Annotated[
 PartitionsOption = Annotated[
     int | None, typer.Option(min=1, help="Balance a topic for so many partitions; else for twice as many.")
 ]
+ConsoleOption = Annotated[
+    str | None, typer.Option(metavar="URL", help="The console's address: keys and messages link to its pages.")
+]
 SplitReportOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the splits for route split --from-report.")
 ]
@@ -106,6 +109,21 @@ def skew(
     """Measure LPs, hottest keys and partitions; plan the splits that balance a topic."""
     asked = JobRequest(snapshot, topic, out, html, method, conf, as_json)
     run_jobs("skew", asked, partitions=partitions, split_report=split_report)
+
+
+@analytics.command("journeys", rich_help_panel=LOOK)
+def journeys(
+    snapshot: SnapshotOption,
+    topic: TopicsOption = None,
+    out: OutOption = None,
+    html: HtmlOption = None,
+    console: ConsoleOption = None,
+    method: MethodOption = None,
+    conf: ConfOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure stream, attempts and parking of keys and messages; name the slowest."""
+    run_jobs("journeys", JobRequest(snapshot, topic, out, html, method, conf, as_json), console=console)
 
 
 @analytics.command("all", rich_help_panel=LOOK)

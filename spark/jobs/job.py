@@ -16,7 +16,18 @@ from mqlayer.errors import InvalidInput
 from mqlayer.spark.html_report import Section
 
 # No job reads a body or a header.
-RECORD_COLUMNS: Final = ("topic", "partition", "batch", "offset", "source", "lp", "seq", "published_at", "key")
+RECORD_COLUMNS: Final = (
+    "topic",
+    "partition",
+    "batch",
+    "offset",
+    "source",
+    "lp",
+    "seq",
+    "published_at",
+    "archived_at",
+    "key",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +54,12 @@ class SnapshotTables:
 
 @dataclass(frozen=True, slots=True)
 class JobParams:
-    """Partitions to balance for, the split report's path, and what `what-if` tries."""
+    """Partitions to balance for, the split report's path, what `what-if` tries, and the console's address."""
 
     partitions: int | None = None
     split_report: Path | None = None
     what_if: WhatIfParams = field(default_factory=WhatIfParams)
+    console: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

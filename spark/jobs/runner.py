@@ -22,7 +22,7 @@ from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.settings import Settings
 from mqlayer.spark.html_report import page
-from mqlayer.spark.jobs import audit, failures, fairness, latency, skew, what_if
+from mqlayer.spark.jobs import audit, failures, fairness, journeys, latency, skew, what_if
 from mqlayer.spark.jobs.job import RECORD_COLUMNS, JobParams, JobResult, SnapshotTables
 from mqlayer.spark.session import session
 from mqlayer.spark.snapshot_reader import read_snapshot
@@ -35,6 +35,7 @@ SPARK_JOBS: Final[Mapping[str, JobFunction]] = {
     "skew": skew.run,
     "failures": failures.run,
     "fairness": fairness.run,
+    "journeys": journeys.run,
     "what-if": what_if.run,
 }
 ASKED_ONLY: Final = frozenset({"what-if"})
@@ -164,6 +165,7 @@ def submit(job: str, arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--method", choices=("jdbc", "python"), help="how the archive is read")
     parser.add_argument("--partitions", type=int, help="of skew: balance a topic for so many")
     parser.add_argument("--split-report", type=Path, help="of skew: for mqlayer route split --from-report")
+    parser.add_argument("--console", help="of journeys: the console's address, for links")
     params = parser.parse_args(arguments)
     try:
         spark = session(f"mqlayer {job}")
@@ -171,7 +173,7 @@ def submit(job: str, arguments: Sequence[str] | None = None) -> int:
         done = perform(
             tables,
             names_of(job),
-            params=JobParams(params.partitions, params.split_report),
+            params=JobParams(params.partitions, params.split_report, console=params.console),
             out=params.out,
             html=params.html,
             show=lambda found: print(as_json(params.snapshot, found)),  # noqa: T201 - a program's answer

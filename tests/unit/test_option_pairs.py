@@ -50,6 +50,7 @@ OPTIONS: Final[dict[str, str]] = {
     ),
     "analytics shadow":
         "TOPIC --snapshot --handler --against --table --ignore --key --trust-names --allow-unfenced --json",
+    "analytics journeys": "--snapshot --topic --out --html --console --method --conf --json",
     "analytics schedule create": "NAME --every --job --topic --keep --first",
     "analytics schedule list": "--json",
     "analytics schedule runs": "NAME --limit --after --json",
