@@ -62,6 +62,9 @@ class JobRequest(NamedTuple):
 
 def add_to(app: typer.Typer) -> None:
     """Add commands."""
+    # It needs the group's options from here.
+    from mqlayer.cli import certify  # noqa: F401 - adds a command to the group
+
     app.add_typer(analytics, name="analytics")
 
 
@@ -123,7 +126,7 @@ def run_jobs(job: str, asked: JobRequest, **params: Any) -> None:
     dsn = settings_here().control_dsn()
     with Database(dsn) as database:
         find_snapshot(database, asked.snapshot)
-    given = _settings(asked.conf or ())
+    given = settings_of(asked.conf or ())
     check_spark()
     from mqlayer.spark.jobs.job import JobParams
     from mqlayer.spark.jobs.runner import as_json as json_of
@@ -142,7 +145,7 @@ def run_jobs(job: str, asked: JobRequest, **params: Any) -> None:
         raise typer.Exit(1)
 
 
-def _settings(given: Sequence[str]) -> dict[str, str]:
+def settings_of(given: Sequence[str]) -> dict[str, str]:
     pairs = [one.partition("=") for one in given]
     for name, equals, _ in pairs:
         if not equals or not name.startswith("spark."):

@@ -48,6 +48,8 @@ OPTIONS: Final[dict[str, str]] = {
         ("analytics skew", "analytics all"),
         "--snapshot --topic --out --html --partitions --split-report --method --conf --json",
     ),
+    "analytics certify":
+        "--snapshot --out --key --block --check --export --public-key --hashes-only --continues --spark --conf --json",
     "doctor": "--all --json",
     "problems": "--ended --hours --json",
     "size":

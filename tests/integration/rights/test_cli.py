@@ -40,6 +40,7 @@ OTHERS = {
         (f"analytics {job}" for job in ("audit", "latency", "failures", "fairness", "skew", "all")),
         "needs Java, and the right to analyze",
     ),
+    "analytics certify": "needs a snapshot, and the right to analyze: see test_certificates.py",
     "console": "runs until it is stopped: see console/test_access.py",
     "console-password": "prints a line: see console/test_access.py",
     "consume": "runs until it is stopped, under the right to consume",
