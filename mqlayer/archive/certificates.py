@@ -207,7 +207,9 @@ def parse_certificate(text: str) -> tuple[Certificate, str]:
         whole = json.loads(text)
         told = whole["certificate"]
         if told["format"] != FORMAT:
-            raise InvalidInput(f"the certificate has format {told['format']!r}, this mqlayer knows {FORMAT}: upgrade it")
+            raise InvalidInput(
+                f"the certificate has format {told['format']!r}, this mqlayer knows {FORMAT}: upgrade it"
+            )
         counts = AuditCounts(**{name: int(told["audit"][name]) for name in COUNTS})
         continues = told["continues"]
         found = Certificate(
@@ -248,12 +250,10 @@ def chains_of(blocks: Iterable[tuple[ChainKey, int, Block]]) -> list[Chain]:
 
 def differences(certificate: Certificate, contents: Contents, facts: Mapping[str, Any]) -> list[Difference]:
     """Return what is not as certified: first the chains, in order, each with its first differing block."""
-    found = []
     wanted = {chain.key: chain for chain in certificate.chains}
     there = {chain.key: chain for chain in contents.chains}
-    for key in sorted(wanted.keys() | there.keys()):
-        if (one := _chain_difference(wanted.get(key), there.get(key))) is not None:
-            found.append(one)
+    each = (_chain_difference(wanted.get(key), there.get(key)) for key in sorted(wanted.keys() | there.keys()))
+    found = [one for one in each if one is not None]
     if contents.audit != certificate.audit:
         said = f"the audit finds {_told(contents.audit)}, certified were {_told(certificate.audit)}"
         found.append(Difference("audit", said=said))
@@ -327,9 +327,7 @@ class _Followed(NamedTuple):
     open: int = 0
 
 
-def _follow(
-    earlier: Chain, later: Chain | None, joints: Mapping[tuple[ChainKey, int], str]
-) -> _Followed | Difference:
+def _follow(earlier: Chain, later: Chain | None, joints: Mapping[tuple[ChainKey, int], str]) -> _Followed | Difference:
     if later is None or later.first_seq > earlier.last_seq:
         return _Followed(gone=1)
     if later.last_seq < earlier.last_seq:

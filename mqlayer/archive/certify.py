@@ -76,7 +76,9 @@ def certify_snapshot(
     """
     found = find_snapshot(database, name)
     size = block_size(continues, block_records)
-    return assemble(snapshot_facts(found), snapshot_contents(database, found, size, continues), size, continues, key_file)
+    return assemble(
+        snapshot_facts(found), snapshot_contents(database, found, size, continues), size, continues, key_file
+    )
 
 
 def check_certificate(
@@ -208,9 +210,7 @@ def snapshot_contents(database: Database, found: Snapshot, size: int, continues:
     return _computed([read("records", bound(query_name, facts))], lineage, cut, size, continues)
 
 
-def export_contents(
-    path: Path, name: str, size: int, continues: Certificate | None
-) -> tuple[dict[str, Any], Contents]:
+def export_contents(path: Path, name: str, size: int, continues: Certificate | None) -> tuple[dict[str, Any], Contents]:
     """Compute an export's facts and contents without Spark, a file at a time. Raises InvalidInput."""
     import pyarrow.parquet as pq
 

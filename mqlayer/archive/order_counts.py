@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from mqlayer.archive.certificates import AuditCounts, ChainKey
@@ -62,7 +63,7 @@ def count_findings(
 def _gaps(seqs: Sequence[int], cut: SeqRange | None) -> int:
     ends = [] if cut is None else [cut.first_seq - 1, cut.last_seq + 1]
     each = sorted([*seqs, *ends])
-    return sum(after - before > 1 for before, after in zip(each, each[1:], strict=False))
+    return sum(after - before > 1 for before, after in pairwise(each))
 
 
 def _inversions(turns: Sequence[PlacedRecord]) -> int:

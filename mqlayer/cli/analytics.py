@@ -146,6 +146,7 @@ def run_jobs(job: str, asked: JobRequest, **params: Any) -> None:
 
 
 def settings_of(given: Sequence[str]) -> dict[str, str]:
+    """Return the settings of --conf. Raises InvalidInput."""
     pairs = [one.partition("=") for one in given]
     for name, equals, _ in pairs:
         if not equals or not name.startswith("spark."):

@@ -45,7 +45,7 @@ def certify(
     check: Annotated[Path | None, typer.Option(metavar="FILE", help="Check this certificate.")] = None,
     export: Annotated[Path | None, typer.Option(metavar="PATH", help="Check it on this Parquet export.")] = None,
     public_key: Annotated[Path | None, typer.Option(metavar="FILE", help="The signer's public key, in PEM.")] = None,
-    hashes_only: Annotated[bool, typer.Option("--hashes-only", help="Read no record: signature, continuation.")] = False,
+    hashes_only: Annotated[bool, typer.Option("--hashes-only", help="Read no record.")] = False,
     continues: Annotated[Path | None, typer.Option(metavar="FILE", help="Prove that it continues this one.")] = None,
     spark: Annotated[
         bool | None, typer.Option("--spark/--no-spark", help="Else Spark from 1,000,000 records on.")

@@ -113,7 +113,7 @@ def test_a_certificate_is_accepted_on_its_snapshot_and_on_an_export(archived: Ar
 
 PLANTS = {
     "a body altered": "UPDATE mqlayer_archive.record SET body = '!' WHERE seq = 5 AND lp = 7",
-    "a header added": "UPDATE mqlayer_archive.record SET headers = '{\"x\":\"y\"}' WHERE seq = 5 AND lp = 7",
+    "a header added": 'UPDATE mqlayer_archive.record SET headers = \'{"x":"y"}\' WHERE seq = 5 AND lp = 7',
     "a record missing": "DELETE FROM mqlayer_archive.record WHERE seq = 5 AND lp = 7",
     "a record twice": "INSERT INTO mqlayer_archive.record SELECT * FROM mqlayer_archive.record "
     "WHERE seq = 5 AND lp = 7",
@@ -313,6 +313,30 @@ def test_commands(archived: ArchivedTopics, run: Commands, monkeypatch: pytest.M
     assert "say --snapshot NAME --out FILE" in run.failure("analytics", "certify")
 
 
+def test_spark_gives_the_same_hashes(spark: Any) -> None:
+    from mqlayer.archive.columns import COLUMNS
+    from mqlayer.spark.schemas import declared
+    from mqlayer.spark.transforms import certificate as transforms
+
+    rows = [
+        ("orders", 3, 7, 90, 1, LP, 5, BEGAN, BEGAN, "ä", ["t", ""], {"y": "2", "x": "ä"}, b"bo\x00\xff", 12),
+        ("orders", 3, 7, 91, 1, LP, 6, BEGAN, BEGAN, None, None, None, b"", 12),
+        ("orders", 3, 7, 92, 1, LP, 7, BEGAN, BEGAN, "a", [], {}, b"b", 13),
+    ]
+    at = int(BEGAN.timestamp() * 1_000_000)
+    wanted = [
+        record_hash((*row[:7], at, at, *row[9:11], None if row[11] is None else list(row[11].items()), *row[12:]))
+        for row in rows
+    ]
+    hashed = transforms.hashed(spark.createDataFrame(rows, declared(COLUMNS["records"])))
+    ends = spark.createDataFrame([("orders", 1, LP, 6)], "topic string, source bigint, lp int, end bigint")
+    (found,) = transforms.blocks(hashed, SMALL, ends).collect()
+    assert (found.first_seq, found.last_seq, found.records) == (5, 7, 3)
+    assert found.hash == sha256("".join(wanted).encode()).hexdigest()
+    assert found.seam == sha256("".join(wanted[:2]).encode()).hexdigest()
+
+
+@pytest.mark.full
 def test_spark_computes_the_same_contents(archived: ArchivedTopics, spark: Any) -> None:
     from mqlayer.spark.jobs import certify as job
 
