@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import mqlayer
 from mqlayer.archive.certificates import (
     BLOCK_BOUNDS,
     BLOCK_RECORDS,
@@ -28,6 +27,7 @@ from mqlayer.archive.order_counts import Lineage, Served
 from mqlayer.archive.parquet_export import FORMAT, MANIFEST
 from mqlayer.archive.signatures import check_signature, sign
 from mqlayer.archive.snapshots import SeqRange, Snapshot, find_snapshot, is_whole, snapshot_cut
+from mqlayer.domain.protocol import RELEASE
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.arrow_reader import arrow_batches, bound, read_address
@@ -140,7 +140,7 @@ def assemble(
     """Return a certificate of what was computed. Raises InvalidInput where it does not continue the earlier one."""
     made_at = datetime.now(UTC).isoformat(timespec="seconds")
     chains = tuple(contents.chains)
-    made = Certificate(facts, made_at, mqlayer.__version__, block_records, contents.audit, chains)
+    made = Certificate(facts, made_at, RELEASE, block_records, contents.audit, chains)
     if continues is not None:
         follows = continued(made, continues, contents.seams)
         if follows.word == "broken":

@@ -161,7 +161,8 @@ from pathlib import Path
 from mqlayer.archive.signatures import check_signature, sign
 key = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 Path("key.pem").write_bytes(key)
-print(check_signature(b"x", sign(b"x", Path("key.pem")), None), check_signature(b"y", sign(b"x", Path("key.pem")), None))
+made = sign(b"x", Path("key.pem"))
+print(check_signature(b"x", made, None), check_signature(b"y", made, None))
 """
     assert plain.tries(program).startswith("None the signature is of another content")
 
