@@ -32,9 +32,7 @@ def effects_reader(
         with Database(dsn) as database:
             found = find_snapshot(database, snapshot)
             with database.connection() as connection:
-                groups = connection.execute(
-                    query("snapshot_groups"), {"snapshot_id": found.snapshot_id}
-                ).fetchall()
+                groups = connection.execute(query("snapshot_groups"), {"snapshot_id": found.snapshot_id}).fetchall()
         if not groups:
             return spark.createDataFrame([], EFFECTS)
         rows = read_rows(spark, application_dsn, [group_id for group_id, *_ in groups], parts=parts)
@@ -52,14 +50,14 @@ def read_rows(spark: SparkSession, dsn: str, group_ids: Sequence[int], *, parts:
     edges = [LP_COUNT * number // parts for number in range(parts + 1)]
 
     def part(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        import pyarrow
+        import pyarrow as pa
 
         from mqlayer.archive.arrow_types import formed
 
-        schema = pyarrow.schema([
-            ("group_id", pyarrow.int64()), ("kind", pyarrow.string()), ("source", pyarrow.int64()),
-            ("lp", pyarrow.int32()), ("key", pyarrow.string()), ("seq", pyarrow.int64()), ("seek", pyarrow.int32()),
-            ("read_at", pyarrow.timestamp("us", tz="UTC")),
+        schema = pa.schema([
+            ("group_id", pa.int64()), ("kind", pa.string()), ("source", pa.int64()),
+            ("lp", pa.int32()), ("key", pa.string()), ("seq", pa.int64()), ("seek", pa.int32()),
+            ("read_at", pa.timestamp("us", tz="UTC")),
         ])  # fmt: skip
         for batch in batches:
             for number in batch.column(0).to_pylist():

@@ -62,9 +62,14 @@ class JobRequest(NamedTuple):
 
 def add_to(app: typer.Typer) -> None:
     """Add commands."""
-    # It needs the group's options from here.
-    from mqlayer.cli import certify  # noqa: F401 - adds a command to the group
+    # They need the group's options from here.
+    from mqlayer.cli.certify import add_certify
+    from mqlayer.cli.effects import add_effects
+    from mqlayer.cli.what_if import add_what_if
 
+    add_certify(analytics)
+    add_effects(analytics)
+    add_what_if(analytics)
     app.add_typer(analytics, name="analytics")
 
 

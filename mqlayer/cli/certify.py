@@ -9,7 +9,7 @@ import typer
 
 from mqlayer.archive import find_snapshot
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.analytics import ConfOption, analytics, settings_of
+from mqlayer.cli.analytics import ConfOption, settings_of
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs
 from mqlayer.cli.output import JsonOption, echo, pluralize
 from mqlayer.cli.panels import LOOK
@@ -26,7 +26,11 @@ MAX_SHOWN: Final = 20
 UNPROVEN: Final = 3
 
 
-@analytics.command("certify", cls=RuledCommand, rich_help_panel=LOOK)
+def add_certify(group: typer.Typer) -> None:
+    """Add the command."""
+    group.command("certify", cls=RuledCommand, rich_help_panel=LOOK)(certify)
+
+
 @excludes("--check", "--snapshot", "--out", "--key", "--block", why="--check looks at a certificate that is there")
 @needs("--snapshot", "--out", why="the certificate is written there")
 @needs("--out", "--snapshot", why="the certificate is of a snapshot")

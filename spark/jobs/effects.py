@@ -67,9 +67,7 @@ def _parts(
     decided = sum(one["count"] for one in groups if one["of"] == "handled message" and one["verdict"] == "proved")
     tiles = [Tile("messages proved", f"{decided:,}")]
     tiles += [Tile(name, f"{count:,}", "bad" if count else "good") for name, count in sums.items()]
-    bars = [
-        Bar(f"{one['group']}: {one['verdict']} ({one['of']})", one["count"], f"{one['count']:,}") for one in groups
-    ]
+    bars = [Bar(f"{one['group']}: {one['verdict']} ({one['of']})", one["count"], f"{one['count']:,}") for one in groups]
     parts: list[Part] = [Note(f"{'✓' if good else '✗'} {word}", "good" if good else "bad"), Tiles(tiles)]
     if unfenced:
         parts.append(Note(f"Groups without a row of fence or inbox: {', '.join(unfenced)}."))

@@ -14,7 +14,8 @@ from pyspark.sql import functions as F  # noqa: N812
 from mqlayer.spark.transforms.latency import per_offset
 
 EFFECTS: Final = (
-    "topic string, group string, kind string, source bigint, lp int, key string, seq bigint, seek int, read_at timestamp"
+    "topic string, group string, kind string, source bigint, lp int, key string, seq bigint, seek int, "
+    "read_at timestamp"
 )
 """`kind`: key (fence, the last seq of a key), message (fence of one message), inbox, name (inbox), replay."""
 
@@ -106,7 +107,9 @@ def counts(judged: DataFrame) -> DataFrame:
 def findings(messages: DataFrame, effects: DataFrame) -> DataFrame:
     """Return a row per fault, of judged messages and effects."""
     columns = (*GROUP, "verdict", "source", "lp", "seq", "key")
-    missing = messages.filter(F.col("verdict") == FAULTS[0]).select(*columns, F.lit(None).cast("string").alias("reason"))
+    missing = messages.filter(F.col("verdict") == FAULTS[0]).select(
+        *columns, F.lit(None).cast("string").alias("reason")
+    )
     return missing.unionByName(effects.filter(F.col("verdict") == FAULTS[1]).select(*columns, "reason"))
 
 

@@ -37,9 +37,10 @@ BY_FUNCTION = {"outbox delayed cancel"}
 """Publishers of a topic may cancel its messages, so only the function that does it can judge who may."""
 OTHERS = {
     **dict.fromkeys(
-        (f"analytics {job}" for job in ("audit", "latency", "failures", "fairness", "skew", "all")),
+        (f"analytics {job}" for job in ("audit", "latency", "failures", "fairness", "skew", "what-if", "all")),
         "needs Java, and the right to analyze",
     ),
+    "analytics effects": "needs Java, the right to analyze, and that to view where the effects are",
     "analytics certify": "needs a snapshot, and the right to analyze: see test_certificates.py",
     "console": "runs until it is stopped: see console/test_access.py",
     "console-password": "prints a line: see console/test_access.py",
