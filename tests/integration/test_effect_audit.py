@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from datetime import timedelta
 from functools import partial
@@ -13,6 +14,7 @@ from mqlayer.archive import create_snapshot
 from mqlayer.domain.routing import lp_of
 from tests.fixtures.archived import ArchivedTopics
 from tests.fixtures.archived_topics import BEGAN, OUTCOMES, RECORDS, ArchivedTopic, Row
+from tests.fixtures.commands import Commands
 from tests.proof.runtimes import runtime_of
 
 pytestmark = pytest.mark.timeout(240)
@@ -39,7 +41,9 @@ def effect(kind: str, key: str | None, seq: int, **facts: Any) -> Row:
     return row | facts
 
 
-def judged(spark: Any, effects: list[Row], outcomes: list[Row]) -> tuple[dict[Any, str], dict[Any, tuple[str, str]]]:
+def judged(
+    spark: Any, effects: list[Row], outcomes: list[Row]
+) -> tuple[dict[Any, str], dict[Any, tuple[str, str | None]]]:
     """Return verdicts of messages by group, LP and seq, and of effects by group, kind, LP and seq with the reason."""
     from mqlayer.spark.transforms import effects as transforms
 
@@ -142,7 +146,9 @@ def test_what_can_not_be_decided_is_no_fault(spark: Any) -> None:
 
 
 @pytest.mark.full
-def test_the_rows_of_a_database_are_read_and_judged(archived: ArchivedTopics, spark: Any) -> None:
+def test_the_rows_of_a_database_are_read_and_judged(
+    archived: ArchivedTopics, spark: Any, run: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the fence's and the inbox's own functions; then one row is removed and another one added."""
     from mqlayer.spark.effect_reader import effects_reader
     from mqlayer.spark.jobs.job import JobParams
@@ -174,7 +180,11 @@ def test_the_rows_of_a_database_are_read_and_judged(archived: ArchivedTopics, sp
     archived.rows("SELECT answer FROM mqlayer_app.fence_v1(%s, %s::smallint, 1, 'k9', 1, 1, 0)", group, LP)
     found, words = audit()
     assert (found.good, words) == (False, {"proved": 2, "without effect": 1})
-    assert [(one["verdict"], one["key"]) for one in found.facts["findings"]] == [
+    assert {(one["verdict"], one["key"]) for one in found.facts["findings"]} == {
         ("without handling", "k9"),
         ("without effect", "k2"),
-    ] or found.facts["findings"] == []
+    }
+    monkeypatch.setenv("MQLAYER_DSN", archived.dsn)
+    told = run("analytics", "effects", "--snapshot", "s", "--json")
+    assert told.exit_code == 1
+    assert json.loads(told.stdout)["handled_without_effect"] == 1
