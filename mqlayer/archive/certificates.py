@@ -27,7 +27,7 @@ class ChainKey(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Records of one day and one range of seqs, and the hash of their hashes."""
+    """Records of a day and range of seqs."""
 
     first_seq: int
     last_seq: int
@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 
 class Seam(NamedTuple):
-    """The hash of a block's records up to the last seq of an earlier certificate."""
+    """The hash of a block up to an earlier certificate's end."""
 
     topic: str
     source: int
@@ -46,7 +46,7 @@ class Seam(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A chain's records and blocks, in the order of seqs."""
+    """A chain's blocks in order."""
 
     key: ChainKey
     records: int
@@ -86,7 +86,7 @@ class AuditCounts:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What was computed from a snapshot's records. `seams`: at an earlier certificate's ends."""
+    """Chains, audit, and `seams` at an earlier certificate's ends."""
 
     chains: Sequence[Chain]
     audit: AuditCounts
@@ -100,7 +100,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The certificate that this one continues, and the seams with it."""
+    """An earlier certificate, and the seams with it."""
 
     snapshot: str
     digest: str
@@ -109,7 +109,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A snapshot's certificate. `facts`: of the snapshot; `versions`: of mqlayer and the format of hashes."""
+    """A snapshot's certificate; `facts`: of the snapshot."""
 
     facts: Mapping[str, Any]
     made_at: str
@@ -173,7 +173,7 @@ class Certificate:
 
 
 class Difference(NamedTuple):
-    """A chain, or a block of it, that is not as certified; `kind`: missing, unexpected, block, facts, audit."""
+    """A difference; `kind`: missing, unexpected, block, facts, audit."""
 
     kind: str
     topic: str | None = None
@@ -249,7 +249,7 @@ def chains_of(blocks: Iterable[tuple[ChainKey, int, Block]]) -> list[Chain]:
 
 
 def differences(certificate: Certificate, contents: Contents, facts: Mapping[str, Any]) -> list[Difference]:
-    """Return what is not as certified: first the chains, in order, each with its first differing block."""
+    """Return differences: of each chain the first differing block."""
     wanted = {chain.key: chain for chain in certificate.chains}
     there = {chain.key: chain for chain in contents.chains}
     each = (_chain_difference(wanted.get(key), there.get(key)) for key in sorted(wanted.keys() | there.keys()))

@@ -70,9 +70,9 @@ def certify_snapshot(
     block_records: int = BLOCK_RECORDS,
     key_file: Path | None = None,
 ) -> Certificate:
-    """Return a snapshot's certificate, computed without Spark; signed, if a key is given.
+    """Return a snapshot's certificate without Spark.
 
-    Raises NotFound, InvalidInput for too many records, wrong options, or where it does not continue the earlier one.
+    Raises NotFound, InvalidInput for too many records or a broken continuation.
     """
     found = find_snapshot(database, name)
     size = block_size(continues, block_records)
@@ -89,7 +89,7 @@ def check_certificate(
     public_key: Path | None = None,
     continues: Certificate | None = None,
 ) -> CertificateCheck:
-    """Compute a certificate's hashes and audit again without Spark, and compare; `export`: from it, without a database.
+    """Compute hashes and audit again without Spark, and compare; `export`: from it, without a database.
 
     Raises NotFound, InvalidInput.
     """
@@ -120,7 +120,7 @@ def judge(
     public_key: Path | None = None,
     continues: Certificate | None = None,
 ) -> CertificateCheck:
-    """Compare a certificate with what was computed. Raises InvalidInput for a wrong key file."""
+    """Compare a certificate with computed contents. Raises InvalidInput for a wrong key file."""
     follows = None
     if continues is not None:
         # Of the data, not of what the certificate says about itself.
@@ -137,7 +137,7 @@ def assemble(
     continues: Certificate | None,
     key_file: Path | None,
 ) -> Certificate:
-    """Return a certificate of what was computed. Raises InvalidInput where it does not continue the earlier one."""
+    """Return a certificate of computed contents. Raises InvalidInput where it does not continue the earlier one."""
     made_at = datetime.now(UTC).isoformat(timespec="seconds")
     chains = tuple(contents.chains)
     made = Certificate(facts, made_at, RELEASE, block_records, contents.audit, chains)

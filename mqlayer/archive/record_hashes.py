@@ -36,7 +36,7 @@ def contents_of(
     block_records: int,
     last_seqs: Mapping[ChainKey, int],
 ) -> Contents:
-    """Return what records give; each group has whole chains. `last_seqs`: of an earlier certificate."""
+    """Return the contents; groups have whole chains. `last_seqs`: of an earlier certificate."""
     blocks: list[tuple[ChainKey, int, Block]] = []
     seams: list[Seam] = []
     counts = AuditCounts()
@@ -54,7 +54,7 @@ def contents_of(
 
 
 def record_hash(row: Sequence[Any]) -> str:
-    """Return the hash of a record's declared columns, times in microseconds."""
+    """Return the hash of COLUMNS, times in microseconds."""
     _, version, partition, offset, source, lp, seq, published, archived, key, tags, headers, body, batch = row
     text = (
         f"{source},{lp},{seq},{version},{partition},{offset},{batch},{published},{archived},"
@@ -80,7 +80,7 @@ def _headers(value: Sequence[tuple[str, str]] | None) -> str:
 
 
 def _sorted_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[Any, ...]]:
-    """Yield rows without bodies in the order of chains and seqs; the columns are NAMES."""
+    """Yield NAMES in order."""
     import pyarrow as pa
 
     hashed = [_hashed(batch) for batch in batches if batch.num_rows]

@@ -55,7 +55,10 @@ def check_signature(payload: bytes, signature: Mapping[str, str], public_key: Pa
 
 def key_name(signature: Mapping[str, str]) -> str:
     """Return a public key's fingerprint."""
-    return f"SHA256:{sha256(base64.b64decode(signature['public_key'])).hexdigest()[:32]}"
+    try:
+        return f"SHA256:{sha256(base64.b64decode(signature['public_key'])).hexdigest()[:32]}"
+    except (KeyError, TypeError, ValueError):
+        return "a key that can't be read"
 
 
 def _private_key(path: Path) -> Ed25519PrivateKey:

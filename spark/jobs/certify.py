@@ -57,7 +57,7 @@ def contents_of(
     block_records: int,
     last_seqs: Mapping[ChainKey, int],
 ) -> Contents:
-    """Return what records give; their bodies are read once."""
+    """Return the contents; bodies are read once."""
     rows = transforms.hashed(records).persist(StorageLevel.MEMORY_AND_DISK)
     try:
         found = rows_of(order.totals(order.chains(order.audited(rows, lineage, cut))), "topic")

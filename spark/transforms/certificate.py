@@ -19,7 +19,7 @@ def hashed(records: DataFrame) -> DataFrame:
 
 
 def record_hash() -> Column:
-    """Return a record's hash, as `mqlayer.archive.record_hashes` has it."""
+    """Return a record's hash."""
     numbers = [F.col(name).cast("string") for name in NUMBERS]
     times = [F.unix_micros(name).cast("string") for name in ("published_at", "archived_at")]
     told = F.concat(
