@@ -22,19 +22,19 @@ class ParquetSnapshot:
 
     def __init__(self, spark: SparkSession, name: str, path: str) -> None:
         self._spark, self._path = spark, path.rstrip("/")
-        self._manifest = self._load()
-        if self._manifest["snapshot"] != name:
-            raise InvalidInput(f"option path: {path} holds snapshot {self._manifest['snapshot']!r}, not {name!r}")
+        self.manifest = self._load()
+        if self.manifest["snapshot"] != name:
+            raise InvalidInput(f"option path: {path} holds snapshot {self.manifest['snapshot']!r}, not {name!r}")
 
     def frame(self, table: ArchiveTable, columns: Mapping[str, str]) -> DataFrame:
         """Return columns of the manifest's files."""
-        facts = self._manifest["tables"][table]
+        facts = self.manifest["tables"][table]
         files = [f"{self._path}/{file['path']}" for file in facts["files"]]
         return self._spark.read.schema(declared(facts["columns"])).parquet(*files).select(*map(_quoted, columns))
 
     def cut(self) -> list[SeqRange]:
         """Return the snapshot's seq ranges."""
-        return [SeqRange(*one) for one in self._manifest["cut"]]
+        return [SeqRange(*one) for one in self.manifest["cut"]]
 
     def topics(self) -> list[str]:
         """Return the snapshot's topics."""

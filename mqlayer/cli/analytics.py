@@ -70,6 +70,12 @@ def add_to(app: typer.Typer) -> None:
     from mqlayer.cli.what_if import add_what_if
 
     analytics.add_typer(schedule, name="schedule", rich_help_panel=CHANGE)
+    # They need the group's options from here.
+    from mqlayer.cli.certify import add_certify
+    from mqlayer.cli.effects import add_effects
+
+    add_certify(analytics)
+    add_effects(analytics)
     add_what_if(analytics)
     add_shadow(analytics)
     app.add_typer(analytics, name="analytics")
@@ -150,6 +156,7 @@ def run_jobs(job: str, asked: JobRequest, **params: Any) -> None:
     with Database(dsn) as database:
         find_snapshot(database, asked.snapshot)
     given = _settings(asked.conf or (), settings.spark_master)
+    given = settings_of(asked.conf or ())
     check_spark()
     from mqlayer.spark.jobs.job import JobParams
     from mqlayer.spark.jobs.runner import as_json as json_of
@@ -169,6 +176,8 @@ def run_jobs(job: str, asked: JobRequest, **params: Any) -> None:
 
 
 def _settings(given: Sequence[str], master: str) -> dict[str, str]:
+def settings_of(given: Sequence[str]) -> dict[str, str]:
+    """Return the settings of --conf. Raises InvalidInput."""
     pairs = [one.partition("=") for one in given]
     for name, equals, _ in pairs:
         if not equals or not name.startswith("spark."):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from mqlayer.autopilot.what_if import WhatIfParams
@@ -55,11 +55,13 @@ class SnapshotTables:
 @dataclass(frozen=True, slots=True)
 class JobParams:
     """Partitions to balance for, the split report's path, what `what-if` tries, and the console's address."""
+    """Partitions to balance for, the split report's path, what `what-if` tries, and a reader of effects."""
 
     partitions: int | None = None
     split_report: Path | None = None
     what_if: WhatIfParams = field(default_factory=WhatIfParams)
     console: str | None = None
+    effects: Callable[[SparkSession], DataFrame] | None = None
 
 
 @dataclass(frozen=True, slots=True)
