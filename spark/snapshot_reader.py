@@ -24,6 +24,7 @@ from mqlayer.settings import Settings
 from mqlayer.spark import jdbc
 from mqlayer.spark.chain_check import COLUMNS, check_chain
 from mqlayer.spark.data_source import APPLICATION, bound_source, parts_of
+from mqlayer.spark.package_path import share_package
 from mqlayer.spark.parquet_snapshot import ParquetSnapshot
 
 ReadMethod = Literal["jdbc", "python"]
@@ -141,6 +142,7 @@ def register(spark: SparkSession, *, dsn: str | None = None) -> None:
 
 
 def _register(spark: SparkSession, address: ReadAddress, called: str) -> None:
+    share_package(spark)
     spark.dataSource.register(bound_source(address, called=called))
 
 

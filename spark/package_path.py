@@ -1,0 +1,26 @@
+"""Let Spark's planning processes find mqlayer where it travels as a zip.
+
+Spark runs a source's planning beside the driver, in the workers' Python. For a stream it leaves out `--py-files` there.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from pyspark.sql import SparkSession
+
+import mqlayer
+
+VARIABLE: Final = "PYTHONPATH"
+
+
+def share_package(spark: SparkSession) -> None:
+    """Add the driver's zip of mqlayer to the path of Python workers; tasks take their executor's copy first."""
+    package = Path(mqlayer.__file__).parents[1]
+    if package.is_file():
+        environment = spark.sparkContext.environment
+        known = [one for one in environment.get(VARIABLE, "").split(os.pathsep) if one]
+        if str(package) not in known:
+            environment[VARIABLE] = os.pathsep.join([*known, str(package)])
