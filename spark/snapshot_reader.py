@@ -31,6 +31,8 @@ ReadMethod = Literal["jdbc", "python"]
 METHODS: Final = ("jdbc", "python")
 # A private name: `mqlayer` may be bound to another database.
 BOUND: Final = "mqlayer_bound"
+TASK_RECORDS: Final = 1_000_000
+"""At most about so many per task by default: its transaction, which holds back vacuum, lasts for seconds."""
 
 _registering = threading.Lock()
 
@@ -49,8 +51,8 @@ def read_snapshot(
     """Return a snapshot's records, outcomes or lineage; every read gives the same rows.
 
     `dsn`: default MQLAYER_DSN. `columns`: only these, in this order. `method`: default JDBC if a driver and host allow
-    it, else Python. `partitions`: most tasks. `check`: first prove by another read that each seq of the cut is there
-    once.
+    it, else Python. `partitions`: most tasks, by default one per core, or per million records. `check`: first prove by
+    another read that each seq of the cut is there once.
 
     Raises ArchiveBroken (`check`), NotFound, InvalidInput for a wrong option.
     """
@@ -61,7 +63,7 @@ def read_snapshot(
         raise InvalidInput(f"option method: there is no {method!r}; choose one of {', '.join(METHODS)}")
     address = read_address(dsn or Settings().control_dsn())
     how = _method(spark, method, address)
-    return selection.read(_DatabaseSnapshot(spark, name, address, how, partitions or _parallelism(spark)), name)
+    return selection.read(_DatabaseSnapshot(spark, name, address, how, partitions), name)
 
 
 def read_export(
@@ -97,16 +99,14 @@ class _Selection(NamedTuple):
 
 
 class _DatabaseSnapshot:
-    def __init__(self, spark: SparkSession, name: str, address: ReadAddress, method: str, partitions: int) -> None:
-        self._spark, self._name, self._address, self._method, self._partitions = (
-            spark,
-            name,
-            address,
-            method,
-            partitions,
-        )
+    def __init__(
+        self, spark: SparkSession, name: str, address: ReadAddress, method: str, partitions: int | None
+    ) -> None:
+        self._spark, self._name, self._address, self._method = spark, name, address, method
         with self._database() as database:
-            self._id = find_snapshot(database, name).snapshot_id
+            found = find_snapshot(database, name)
+        self._id = found.snapshot_id
+        self._partitions = partitions or max(_parallelism(spark), -(-found.records // TASK_RECORDS))
 
     def frame(self, table: ArchiveTable, columns: Mapping[str, str]) -> DataFrame:
         if self._method == "jdbc":

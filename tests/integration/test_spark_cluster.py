@@ -11,7 +11,7 @@ from mqlayer.archive import create_snapshot
 from mqlayer.archive.parquet_export import export_snapshot
 from tests.fixtures.archived import ArchivedTopics
 from tests.fixtures.missing_tools import import_or_leave_out
-from tests.fixtures.spark_cluster import PROGRAM, SparkCluster
+from tests.fixtures.spark_cluster import PROGRAM, Driver, SparkCluster
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -93,7 +93,7 @@ def test_a_job_whose_worker_is_killed_ends_right_on_the_other_one(
     two_workers: SparkCluster, filled: ArchivedTopics, tmp_path: Path
 ) -> None:
     driver = two_workers.submit(PROGRAM, "held-audit", tmp_path, dsn=filled.dsn)
-    await_tasks(tmp_path)
+    await_tasks(driver, tmp_path)
     two_workers.kill_worker()
     wait_until(lambda: two_workers.alive() == 1, timeout_s=START_S, what="the worker is missed")
     (tmp_path / "go").touch()
@@ -106,7 +106,7 @@ def test_after_the_drivers_death_another_one_finds_the_same(
     two_workers: SparkCluster, filled: ArchivedTopics, tmp_path: Path
 ) -> None:
     driver = two_workers.submit(PROGRAM, "held-audit", tmp_path, dsn=filled.dsn)
-    await_tasks(tmp_path)
+    await_tasks(driver, tmp_path)
     driver.kill()
     (tmp_path / "go").touch()
     (facts,) = two_workers.run(PROGRAM, "held-audit", tmp_path, dsn=filled.dsn)
@@ -126,12 +126,12 @@ def test_a_stream_goes_on_at_its_checkpoint_after_its_driver_and_a_worker_died(
         return len(list((tmp_path / "checkpoint" / "commits").glob("[0-9]*")))
 
     first = two_workers.submit(PROGRAM, "stream", tmp_path, dsn=filled.dsn)
-    wait_until(lambda: committed() >= 2, timeout_s=START_S, what="two micro-batches")
+    first.await_that(lambda: committed() >= 2, what="two micro-batches")
     first.kill()
     done = committed()
     assert done < BATCHES, "it was killed in the middle"
     second = two_workers.submit(PROGRAM, "stream", tmp_path, dsn=filled.dsn)
-    wait_until(lambda: committed() > done, timeout_s=START_S, what="a micro-batch of the second driver")
+    second.await_that(lambda: committed() > done, what="a micro-batch of the second driver")
     two_workers.kill_worker()
     found, packages = second.answer()
     # Each executor fetched it: a path of the driver's machine may be none of theirs.
@@ -142,12 +142,11 @@ def test_a_stream_goes_on_at_its_checkpoint_after_its_driver_and_a_worker_died(
     assert local == found
 
 
-def await_tasks(place: Path) -> None:
+def await_tasks(driver: Driver, place: Path) -> None:
     """Wait until a task of each executor stands in the middle."""
-    wait_until(
-        lambda: len({path.name.split("-")[1] for path in place.glob("held-*")}) == 2,
-        timeout_s=START_S, what="tasks on both executors",
-    )  # fmt: skip
+    driver.await_that(
+        lambda: len({path.name.split("-")[1] for path in place.glob("held-*")}) == 2, what="tasks on both executors"
+    )
 
 
 def fresh(place: Path) -> Path:
