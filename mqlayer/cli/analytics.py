@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
 from mqlayer.archive import find_snapshot
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.output import JsonOption, echo, format_key, show_rows
+from mqlayer.cli.panels import LOOK
 from mqlayer.cli.spark_requirements import check_spark
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
@@ -18,64 +20,129 @@ if TYPE_CHECKING:
     from mqlayer.spark.jobs.job import JobResult
 
 MAX_SHOWN: Final = 20
+PLAIN: Final = {
+    "audit": "Check each source and LP for order, gaps, duplicates, places; exit code 1 unless clean.",
+    "latency": "Measure messages per minute, and the time from publishing to handling.",
+    "failures": "Count retries, parked and dead messages by error and member.",
+    "fairness": "Compare the members of each group: messages, busy time, Gini coefficients.",
+}
+"""The jobs without options of their own, and their help."""
+
+analytics = typer.Typer(no_args_is_help=True, help="Spark jobs on a snapshot of the archive.")
+
+SnapshotOption = Annotated[str, typer.Option(metavar="NAME", help="The snapshot to look at: mqlayer snapshot list.")]
+TopicsOption = Annotated[list[str] | None, typer.Option(help="Only this topic; may be repeated.")]
+OutOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Write what was found below it, as Parquet.")]
+HtmlOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write one page with charts.")]
+MethodOption = Annotated[
+    str | None, typer.Option(help="How Spark reads: jdbc or python; else jdbc where its driver is.")
+]
+ConfOption = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of Spark's; may be repeated.")
+]
+PartitionsOption = Annotated[
+    int | None, typer.Option(min=1, help="Balance a topic for so many partitions; else for twice as many.")
+]
+SplitReportOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the splits for route split --from-report.")
+]
+
+
+class JobRequest(NamedTuple):
+    """What every job is asked with; `topics`: all, where none is named."""
+
+    snapshot: str
+    topics: Sequence[str] | None
+    out: Path | None
+    html: Path | None
+    method: str | None
+    conf: Sequence[str] | None
+    as_json: bool
 
 
 def add_to(app: typer.Typer) -> None:
     """Add commands."""
-    app.command()(analytics)
+    app.add_typer(analytics, name="analytics")
 
 
-def analytics(
-    job: Annotated[str, typer.Argument(help="audit, latency, skew, failures, fairness, or all.")],
-    snapshot: Annotated[str, typer.Option(metavar="NAME", help="The snapshot to look at: mqlayer snapshot list.")],
-    topic: Annotated[list[str] | None, typer.Option(help="Only this topic; may be repeated.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write what was found below it, as Parquet.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one page with charts.")] = None,
-    partitions: Annotated[
-        int | None, typer.Option(min=1, help="Of skew: balance for so many partitions; else for twice as many.")
-    ] = None,
-    split_report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of skew: write the splits for route split --from-report.")
-    ] = None,
-    method: Annotated[
-        str | None, typer.Option(help="How Spark reads: jdbc or python; else jdbc where its driver is.")
-    ] = None,
-    conf: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of Spark's; may be repeated.")
-    ] = None,
+def _plain(job: str) -> Callable[..., None]:
+    def run(
+        snapshot: SnapshotOption,
+        topic: TopicsOption = None,
+        out: OutOption = None,
+        html: HtmlOption = None,
+        method: MethodOption = None,
+        conf: ConfOption = None,
+        as_json: JsonOption = False,
+    ) -> None:
+        run_jobs(job, JobRequest(snapshot, topic, out, html, method, conf, as_json))
+
+    return run
+
+
+for _job, _help in PLAIN.items():
+    analytics.command(_job, help=_help, rich_help_panel=LOOK)(_plain(_job))
+
+
+@analytics.command("skew", rich_help_panel=LOOK)
+def skew(
+    snapshot: SnapshotOption,
+    topic: TopicsOption = None,
+    out: OutOption = None,
+    html: HtmlOption = None,
+    partitions: PartitionsOption = None,
+    split_report: SplitReportOption = None,
+    method: MethodOption = None,
+    conf: ConfOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run Spark jobs on a snapshot; exit code 1 if the order audit fails."""
-    settings = settings_here()
-    dsn = settings.control_dsn()
+    """Measure LPs, hottest keys and partitions; plan the splits that balance a topic."""
+    asked = JobRequest(snapshot, topic, out, html, method, conf, as_json)
+    run_jobs("skew", asked, partitions=partitions, split_report=split_report)
+
+
+@analytics.command("all", rich_help_panel=LOOK)
+def all_(
+    snapshot: SnapshotOption,
+    topic: TopicsOption = None,
+    out: OutOption = None,
+    html: HtmlOption = None,
+    partitions: PartitionsOption = None,
+    split_report: SplitReportOption = None,
+    method: MethodOption = None,
+    conf: ConfOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run all jobs that need no more than a snapshot; exit code 1 if one finds a fault."""
+    asked = JobRequest(snapshot, topic, out, html, method, conf, as_json)
+    run_jobs("all", asked, partitions=partitions, split_report=split_report)
+
+
+def run_jobs(job: str, asked: JobRequest, **params: Any) -> None:
+    """Run a job, or all; `params`: of JobParams. Exits with 1 for found faults."""
+    dsn = settings_here().control_dsn()
     with Database(dsn) as database:
-        find_snapshot(database, snapshot)
-    given = _settings(conf or ())
+        find_snapshot(database, asked.snapshot)
+    given = _settings(asked.conf or ())
     check_spark()
     from mqlayer.spark.jobs.job import JobParams
     from mqlayer.spark.jobs.runner import as_json as json_of
     from mqlayer.spark.jobs.runner import borrowed_session, names_of, perform, tables_of
 
-    jobs = names_of(job)
-    for option, value in (("--split-report", split_report), ("--partitions", partitions)):
-        if value is not None and "skew" not in jobs:
-            raise InvalidInput(f"{option} goes with the job skew: leave it out, or run skew or all")
-
     def show(found: JobResult) -> None:
-        if as_json:
-            typer.echo(json_of(snapshot, found))
+        if asked.as_json:
+            typer.echo(json_of(asked.snapshot, found))
         else:
             _show(found)
 
     with borrowed_session("mqlayer analytics", **given) as spark:
-        tables = tables_of(spark, snapshot, dsn=dsn, method=method, topics=topic or ())
-        options = JobParams(partitions, split_report)
-        done = perform(tables, jobs, params=options, out=out, html=html, show=show)
+        tables = tables_of(spark, asked.snapshot, dsn=dsn, method=asked.method, topics=asked.topics or ())
+        done = perform(tables, names_of(job), params=JobParams(**params), out=asked.out, html=asked.html, show=show)
     if not all(found.good for found in done):
         raise typer.Exit(1)
 
 
-def _settings(given: Any) -> dict[str, str]:
+def _settings(given: Sequence[str]) -> dict[str, str]:
     pairs = [one.partition("=") for one in given]
     for name, equals, _ in pairs:
         if not equals or not name.startswith("spark."):

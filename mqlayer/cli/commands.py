@@ -74,9 +74,7 @@ COMMANDS: Final[Mapping[str, CommandSource]] = {
     ),
     "relay": CommandSource("relay", START, "Relay the outbox until SIGTERM or SIGINT. Several may run."),
     "trim": CommandSource("trim", CHANGE, "Drop settled records in one pass; the worker does so regularly."),
-    "analytics": CommandSource(
-        "analytics", LOOK, "Run Spark jobs on a snapshot; exit code 1 if the order audit fails."
-    ),
+    "analytics": CommandSource("analytics", LOOK, "Spark jobs on a snapshot of the archive."),
     "doctor": CommandSource(
         "doctor", LOOK, "Check servers, settings, schemas and waiting work; exit code 1 if something is broken."
     ),

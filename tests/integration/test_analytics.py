@@ -242,9 +242,7 @@ def test_what_analytics_can_not_do_is_one_line(analysed: World, run: Commands, t
         return run.failure("analytics", *words, *SPARK)
 
     assert "unknown snapshot 'weekly'" in failure("audit", "--snapshot", "weekly")
-    assert "no job 'order': choose audit, latency" in failure("order", "--snapshot", "nightly")
     assert "has no topic payments; it holds orders" in failure("audit", "--snapshot", "nightly", "--topic", "payments")
-    assert "goes with the job skew" in failure("audit", "--snapshot", "nightly", "--split-report", "x.json")
     assert "--conf takes a setting of Spark's" in failure("audit", "--snapshot", "nightly", "--conf", "memory=1g")
     assert "a split only adds" in failure("skew", "--snapshot", "nightly", "--partitions", "1")
 

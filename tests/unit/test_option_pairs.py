@@ -40,7 +40,14 @@ OPTIONS: Final[dict[str, str]] = {
     "console-password": "NAME --operator --bodies --password-stdin",
     "relay": "--once --processes",
     "trim": "TOPIC",
-    "analytics": "JOB --snapshot --topic --out --html --partitions --split-report --method --conf --json",
+    **dict.fromkeys(
+        ("analytics audit", "analytics latency", "analytics failures", "analytics fairness"),
+        "--snapshot --topic --out --html --method --conf --json",
+    ),
+    **dict.fromkeys(
+        ("analytics skew", "analytics all"),
+        "--snapshot --topic --out --html --partitions --split-report --method --conf --json",
+    ),
     "doctor": "--all --json",
     "problems": "--ended --hours --json",
     "size":
@@ -174,10 +181,9 @@ OPTIONS: Final[dict[str, str]] = {
 
 BY_VALUE: Final = {
     ("grant", "RIGHT", "--topic"), ("grant", "RIGHT", "--group"), ("revoke", "RIGHT", "--topic"),
-    ("revoke", "RIGHT", "--group"), ("analytics", "JOB", "--partitions"), ("analytics", "JOB", "--split-report"),
-    ("dead show", "MESSAGE", "--topic"), ("dead show", "MESSAGE", "--group"), ("dead discard", "MESSAGE", "--topic"),
-    ("dead discard", "MESSAGE", "--group"), ("group create", "--start", "--from-archive"),
-    ("route split", "--from-report", "--if-version"),
+    ("revoke", "RIGHT", "--group"), ("dead show", "MESSAGE", "--topic"), ("dead show", "MESSAGE", "--group"),
+    ("dead discard", "MESSAGE", "--topic"), ("dead discard", "MESSAGE", "--group"),
+    ("group create", "--start", "--from-archive"), ("route split", "--from-report", "--if-version"),
 }  # fmt: skip
 """Pairs that clash with some values only, which the command or the library refuses."""
 

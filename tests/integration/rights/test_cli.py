@@ -36,7 +36,10 @@ Postgres that fell back (see failover/test_lost_changes.py)."""
 BY_FUNCTION = {"outbox delayed cancel"}
 """Publishers of a topic may cancel its messages, so only the function that does it can judge who may."""
 OTHERS = {
-    "analytics": "needs Java, and the right to analyze",
+    **dict.fromkeys(
+        (f"analytics {job}" for job in ("audit", "latency", "failures", "fairness", "skew", "all")),
+        "needs Java, and the right to analyze",
+    ),
     "console": "runs until it is stopped: see console/test_access.py",
     "console-password": "prints a line: see console/test_access.py",
     "consume": "runs until it is stopped, under the right to consume",
