@@ -1,7 +1,6 @@
-"""Let Spark's planning processes find mqlayer where it travels as a zip.
+"""The zip of mqlayer for Spark's planning processes."""
 
-Spark runs a source's planning beside the driver, in the workers' Python. For a stream it leaves out `--py-files` there.
-"""
+# They run beside the driver, in the workers' Python; for a stream, Spark leaves `--py-files` out there.
 
 from __future__ import annotations
 
@@ -17,7 +16,8 @@ VARIABLE: Final = "PYTHONPATH"
 
 
 def share_package(spark: SparkSession) -> None:
-    """Add the driver's zip of mqlayer to the path of Python workers; tasks take their executor's copy first."""
+    """Add the driver's zip to the Python workers' path."""
+    # Tasks take their executor's copy first.
     package = Path(mqlayer.__file__).parents[1]
     if package.is_file():
         environment = spark.sparkContext.environment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,6 +79,23 @@ def test_all_jobs_find_the_same_as_in_local_mode(
     assert found == local
     (audit,) = [one for one in found if one.get("job") == "audit"]
     assert (audit["good"], audit["facts"]["records"]) == (True, BATCHES * 42)
+
+
+def test_the_command_audits_on_a_cluster(two_workers: SparkCluster, filled: ArchivedTopics) -> None:
+    """Its driver has mqlayer installed; executors get the zip."""
+    (found,) = two_workers.analytics("audit", "--snapshot", "s", "--json", dsn=filled.dsn)
+    assert (found["verdict"], found["records"]) == ("clean", BATCHES * 42)
+
+
+def test_a_jobs_file_is_a_program_for_a_cluster(
+    two_workers: SparkCluster, filled: ArchivedTopics, tmp_path: Path
+) -> None:
+    with zipfile.ZipFile(two_workers.package) as package:
+        package.extract("mqlayer/spark/jobs/audit.py", tmp_path)
+    job = tmp_path / "mqlayer" / "spark" / "jobs" / "audit.py"
+    (found,) = two_workers.run(job, "--snapshot", "s", "--out", tmp_path / "found", dsn=filled.dsn)
+    assert (found["verdict"], found["records"]) == ("clean", BATCHES * 42)
+    assert list((tmp_path / "found" / "audit" / "chains").glob("*.parquet"))
 
 
 def test_a_planted_fault_is_found_on_a_cluster(
