@@ -1647,3 +1647,5 @@ CREATE FUNCTION mqlayer_app.publish_further_v1(p_topic text, p_key text, p_body 
     RETURNS bigint SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.publish_v2(p_topic text, p_key text, p_body bytea, p_headers jsonb DEFAULT NULL)
     RETURNS bigint SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.fence_many_v2(p_group_id bigint, p_lps smallint[], p_source_ids bigint[], p_keys text[],
+    p_seqs bigint[], p_epochs bigint[], p_replays int[], OUT answers text[], OUT epochs bigint[]) SECURITY DEFINER;

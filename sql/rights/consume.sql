@@ -73,6 +73,7 @@ GRANT EXECUTE ON FUNCTION mqlayer.topic_schema_put_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.caller_v1 TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.consume_any TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.fence_many_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.fence_many_v2 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.fence_raise_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.fence_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_for_v1 TO {role};
