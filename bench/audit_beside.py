@@ -39,7 +39,7 @@ SESSIONS: Final = "SELECT pid FROM pg_stat_activity WHERE application_name = 'mq
 START_S: Final = 120.0
 
 
-class Published(NamedTuple):
+class PublishRate(NamedTuple):
     """What clients did."""
 
     per_s: float
@@ -49,7 +49,7 @@ class Published(NamedTuple):
 @bench("audit_beside")
 def audit_beside(stage: Stage) -> Iterator[Line]:
     """Transactions per second of eight clients that publish, and their p99, beside an audit, against alone."""
-    figures: dict[str, list[Published]] = {}
+    figures: dict[str, list[PublishRate]] = {}
 
     def take(name: str, system: System, script: Path) -> None:
         figures.setdefault(name, []).append(publish(system, script))
@@ -79,7 +79,7 @@ def audit_beside(stage: Stage) -> Iterator[Line]:
             yield compared(f"audit_beside[{name}, {part}]", ours, base, unit=unit, target=target)
 
 
-def publish(system: System, script: Path) -> Published:
+def publish(system: System, script: Path) -> PublishRate:
     """Publish as fast as the clients can."""
     with tempfile.TemporaryDirectory(prefix="mqlayer-bench-") as logs:
         command = [pgbench_program(), "--no-vacuum", "--protocol=prepared", f"--client={CLIENTS}", f"--time={ROUND_S}"]
@@ -88,7 +88,7 @@ def publish(system: System, script: Path) -> Published:
         if done.returncode:
             raise RuntimeError(f"pgbench failed: {done.stderr}")
         taken = sorted(int(line.split()[2]) for log in Path(logs).iterdir() for line in log.read_text().splitlines())
-    return Published(len(taken) / ROUND_S, taken[int(len(taken) * 0.99)] / 1e3)
+    return PublishRate(len(taken) / ROUND_S, taken[int(len(taken) * 0.99)] / 1e3)
 
 
 @contextmanager

@@ -57,11 +57,11 @@ def spark_scale(stage: Stage) -> Iterator[Line]:
             if "parquet" in ACTS:
                 export_snapshot(system.runtime, name, directory / "export", file_rows=1_000_000)
             for place in PLACES:
-                yield from lines(stage, system, spark, Run(place, size, name, rows.batches, directory / "export"))
+                yield from lines(stage, system, spark, SizeRun(place, size, name, rows.batches, directory / "export"))
             shutil.rmtree(directory / "export", ignore_errors=True)
 
 
-class Run(NamedTuple):
+class SizeRun(NamedTuple):
     """A driver's task."""
 
     place: str
@@ -97,7 +97,7 @@ def spark_on(directory: Path, *, workers: int = 2) -> Iterator[SparkCluster]:
         yield found
 
 
-def lines(stage: Stage, system: System, spark: SparkCluster, run: Run) -> Iterator[Line]:
+def lines(stage: Stage, system: System, spark: SparkCluster, run: SizeRun) -> Iterator[Line]:
     """Yield the lines of a size in a place."""
     found = figures(stage, system, spark, run)
     plain = found.get("plain")
@@ -113,7 +113,7 @@ def lines(stage: Stage, system: System, spark: SparkCluster, run: Run) -> Iterat
             yield alone(f"{name[:-1]}, {what}]", round(mb), "MB peak")
 
 
-def figures(stage: Stage, system: System, spark: SparkCluster, run: Run) -> dict[str, Figure]:
+def figures(stage: Stage, system: System, spark: SparkCluster, run: SizeRun) -> dict[str, Figure]:
     """Run a driver; return what each act took."""
     settings = MEMORY[run.place] | {"spark.sql.shuffle.partitions": str(run.tasks)}
     driver = spark.submit(
