@@ -33,6 +33,7 @@ from mqlayer.spark.body_decoding import (
 from mqlayer.spark.body_types import body_shape
 from mqlayer.spark.chain_check import COLUMNS, check_chain
 from mqlayer.spark.data_source import APPLICATION, bound_source, parts_of
+from mqlayer.spark.package_path import share_package
 from mqlayer.spark.parquet_snapshot import ParquetSnapshot
 from mqlayer.spark.session import parallelism
 
@@ -44,6 +45,8 @@ ReadMethod = Literal["jdbc", "python"]
 METHODS: Final = ("jdbc", "python")
 # A private name: `mqlayer` may be bound to another database.
 BOUND: Final = "mqlayer_bound"
+TASK_RECORDS: Final = 1_000_000
+"""At most about so many per task by default: its transaction, which holds back vacuum, lasts for seconds."""
 
 _registering = threading.Lock()
 
@@ -76,6 +79,9 @@ def read_snapshot(
 
     `dsn`: default MQLAYER_DSN. `method`: default JDBC if a driver and host allow it, else Python. `partitions`: most
     tasks. `options`: ReadOptions.
+    `dsn`: default MQLAYER_DSN. `columns`: only these, in this order. `method`: default JDBC if a driver and host allow
+    it, else Python. `partitions`: most tasks, by default one per core, or per million records. `check`: first prove by
+    another read that each seq of the cut is there once.
 
     Raises ArchiveBroken (`check`), NotFound, InvalidInput for a wrong option, or a topic without columns for bodies.
     """
@@ -87,6 +93,7 @@ def read_snapshot(
     address = read_address(dsn or Settings().control_dsn())
     how = _method(spark, method, address)
     return selection.read(_DatabaseSnapshot(spark, name, address, how, partitions or parallelism(spark)), name)
+    return selection.read(_DatabaseSnapshot(spark, name, address, how, partitions), name)
 
 
 def read_export(spark: SparkSession, name: str, path: str, **options: Unpack[ReadOptions]) -> DataFrame:
@@ -145,17 +152,15 @@ class _Selection(NamedTuple):
 
 
 class _DatabaseSnapshot:
-    def __init__(self, spark: SparkSession, name: str, address: ReadAddress, method: str, partitions: int) -> None:
-        self._spark, self._name, self._address, self._method, self._partitions = (
-            spark,
-            name,
-            address,
-            method,
-            partitions,
-        )
+    def __init__(
+        self, spark: SparkSession, name: str, address: ReadAddress, method: str, partitions: int | None
+    ) -> None:
+        self._spark, self._name, self._address, self._method = spark, name, address, method
         with self._database() as database:
             found = find_snapshot(database, name)
         self._id, self._topics = found.snapshot_id, [topic.topic for topic in found.topics]
+        self._id = found.snapshot_id
+        self._partitions = partitions or max(_parallelism(spark), -(-found.records // TASK_RECORDS))
 
     def frame(self, table: ArchiveTable, columns: Mapping[str, str]) -> DataFrame:
         if self._method == "jdbc":
@@ -198,6 +203,7 @@ def register(spark: SparkSession, *, dsn: str | None = None) -> None:
 
 
 def _register(spark: SparkSession, address: ReadAddress, called: str) -> None:
+    share_package(spark)
     spark.dataSource.register(bound_source(address, called=called))
 
 
