@@ -78,10 +78,7 @@ def read_snapshot(
     """Return a snapshot's records, outcomes or lineage; every read gives the same rows.
 
     `dsn`: default MQLAYER_DSN. `method`: default JDBC if a driver and host allow it, else Python. `partitions`: most
-    tasks. `options`: ReadOptions.
-    `dsn`: default MQLAYER_DSN. `columns`: only these, in this order. `method`: default JDBC if a driver and host allow
-    it, else Python. `partitions`: most tasks, by default one per core, or per million records. `check`: first prove by
-    another read that each seq of the cut is there once.
+    tasks, by default one per core, or per million records. `options`: ReadOptions.
 
     Raises ArchiveBroken (`check`), NotFound, InvalidInput for a wrong option, or a topic without columns for bodies.
     """
@@ -92,7 +89,6 @@ def read_snapshot(
         raise InvalidInput(f"option method: there is no {method!r}; choose one of {', '.join(METHODS)}")
     address = read_address(dsn or Settings().control_dsn())
     how = _method(spark, method, address)
-    return selection.read(_DatabaseSnapshot(spark, name, address, how, partitions or parallelism(spark)), name)
     return selection.read(_DatabaseSnapshot(spark, name, address, how, partitions), name)
 
 
@@ -159,8 +155,7 @@ class _DatabaseSnapshot:
         with self._database() as database:
             found = find_snapshot(database, name)
         self._id, self._topics = found.snapshot_id, [topic.topic for topic in found.topics]
-        self._id = found.snapshot_id
-        self._partitions = partitions or max(_parallelism(spark), -(-found.records // TASK_RECORDS))
+        self._partitions = partitions or max(parallelism(spark), -(-found.records // TASK_RECORDS))
 
     def frame(self, table: ArchiveTable, columns: Mapping[str, str]) -> DataFrame:
         if self._method == "jdbc":

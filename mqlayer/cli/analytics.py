@@ -66,14 +66,13 @@ class JobRequest(NamedTuple):
 
 def add_to(app: typer.Typer) -> None:
     """Add commands."""
+    # They need the group's options from here.
+    from mqlayer.cli.certify import add_certify
+    from mqlayer.cli.effects import add_effects
     from mqlayer.cli.shadow import add_shadow
     from mqlayer.cli.what_if import add_what_if
 
     analytics.add_typer(schedule, name="schedule", rich_help_panel=CHANGE)
-    # They need the group's options from here.
-    from mqlayer.cli.certify import add_certify
-    from mqlayer.cli.effects import add_effects
-
     add_certify(analytics)
     add_effects(analytics)
     add_what_if(analytics)
@@ -151,12 +150,10 @@ def all_(
 
 def run_jobs(job: str, asked: JobRequest, **params: Any) -> None:
     """Run a job, or all; `params`: of JobParams. Exits with 1 for found faults."""
-    settings = settings_here()
-    dsn = settings.control_dsn()
+    dsn = settings_here().control_dsn()
     with Database(dsn) as database:
         find_snapshot(database, asked.snapshot)
-    given = _settings(asked.conf or (), settings.spark_master)
-    given = settings_of(asked.conf or ())
+    given = spark_settings(asked.conf or ())
     check_spark()
     from mqlayer.spark.jobs.job import JobParams
     from mqlayer.spark.jobs.runner import as_json as json_of
@@ -175,13 +172,13 @@ def run_jobs(job: str, asked: JobRequest, **params: Any) -> None:
         raise typer.Exit(1)
 
 
-def _settings(given: Sequence[str], master: str) -> dict[str, str]:
-def settings_of(given: Sequence[str]) -> dict[str, str]:
-    """Return the settings of --conf. Raises InvalidInput."""
+def spark_settings(given: Sequence[str]) -> dict[str, str]:
+    """Return the settings of --conf, and Spark's master. Raises InvalidInput."""
     pairs = [one.partition("=") for one in given]
     for name, equals, _ in pairs:
         if not equals or not name.startswith("spark."):
             raise InvalidInput(f"--conf takes a setting of Spark's, such as spark.driver.memory=4g, not {name!r}")
+    master = settings_here().spark_master
     return ({"spark.master": master} if master else {}) | {name: value for name, _, value in pairs}
 
 

@@ -9,7 +9,7 @@ import typer
 
 from mqlayer.archive import find_snapshot
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.analytics import ConfOption, settings_of
+from mqlayer.cli.analytics import ConfOption, spark_settings
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs
 from mqlayer.cli.output import JsonOption, echo, pluralize
 from mqlayer.cli.panels import LOOK
@@ -62,7 +62,7 @@ def certify(
     from mqlayer.archive.certify import check_hashes, judge, load_certificate
 
     earlier = None if continues is None else load_certificate(continues)
-    given = settings_of(conf or ())
+    given = spark_settings(conf or ())
     if check is None:
         if snapshot is None or out is None:
             raise InvalidInput("say --snapshot NAME --out FILE to make a certificate, or --check FILE")

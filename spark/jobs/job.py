@@ -54,8 +54,8 @@ class SnapshotTables:
 
 @dataclass(frozen=True, slots=True)
 class JobParams:
-    """Partitions to balance for, the split report's path, what `what-if` tries, and the console's address."""
-    """Partitions to balance for, the split report's path, what `what-if` tries, and a reader of effects."""
+    """Partitions to balance for, the split report's path, what `what-if` tries, the console's address, and a reader of
+    effects."""
 
     partitions: int | None = None
     split_report: Path | None = None

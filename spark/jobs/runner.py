@@ -23,8 +23,7 @@ from mqlayer.postgres.queries import query
 from mqlayer.settings import Settings
 from mqlayer.spark.effect_reader import effects_reader
 from mqlayer.spark.html_report import page
-from mqlayer.spark.jobs import audit, failures, fairness, journeys, latency, skew, what_if
-from mqlayer.spark.jobs import audit, effects, failures, fairness, latency, skew, what_if
+from mqlayer.spark.jobs import audit, effects, failures, fairness, journeys, latency, skew, what_if
 from mqlayer.spark.jobs.job import RECORD_COLUMNS, JobParams, JobResult, SnapshotTables
 from mqlayer.spark.session import session
 from mqlayer.spark.snapshot_reader import read_snapshot
@@ -176,8 +175,12 @@ def submit(job: str, arguments: Sequence[str] | None = None) -> int:
         done = perform(
             tables,
             names_of(job),
-            params=JobParams(params.partitions, params.split_report, console=params.console),
-            params=JobParams(params.partitions, params.split_report, effects=_effects(job, params.snapshot)),
+            params=JobParams(
+                params.partitions,
+                params.split_report,
+                console=params.console,
+                effects=_effects(job, params.snapshot),
+            ),
             out=params.out,
             html=params.html,
             show=lambda found: print(as_json(params.snapshot, found)),  # noqa: T201 - a program's answer

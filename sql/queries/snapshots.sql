@@ -95,6 +95,7 @@ WHERE c.snapshot_id = %(snapshot_id)s ORDER BY t.name, c.source, c.lp;
 SELECT {topic_name}, s.version, s.mode, s.schema
 FROM mqlayer_archive.snapshot_topic p JOIN mqlayer.topic t USING (topic_id) JOIN mqlayer.topic_schema s USING (topic_id)
 WHERE p.snapshot_id = %(snapshot_id)s ORDER BY t.name, s.version;
+
 -- name: snapshot_groups
 -- The groups of a snapshot's topics.
 SELECT g.group_id, {topic_name}, g.name
