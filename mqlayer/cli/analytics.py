@@ -11,7 +11,8 @@ import typer
 from mqlayer.archive import find_snapshot
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.output import JsonOption, echo, format_key, show_rows
-from mqlayer.cli.panels import LOOK
+from mqlayer.cli.panels import CHANGE, LOOK
+from mqlayer.cli.schedules import schedule
 from mqlayer.cli.spark_requirements import check_spark
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
@@ -67,6 +68,7 @@ def add_to(app: typer.Typer) -> None:
     from mqlayer.cli.effects import add_effects
     from mqlayer.cli.what_if import add_what_if
 
+    analytics.add_typer(schedule, name="schedule", rich_help_panel=CHANGE)
     add_certify(analytics)
     add_effects(analytics)
     add_what_if(analytics)
@@ -128,10 +130,11 @@ def all_(
 
 def run_jobs(job: str, asked: JobRequest, **params: Any) -> None:
     """Run a job, or all; `params`: of JobParams. Exits with 1 for found faults."""
-    dsn = settings_here().control_dsn()
+    settings = settings_here()
+    dsn = settings.control_dsn()
     with Database(dsn) as database:
         find_snapshot(database, asked.snapshot)
-    given = settings_of(asked.conf or ())
+    given = settings_of(asked.conf or (), settings.spark_master)
     check_spark()
     from mqlayer.spark.jobs.job import JobParams
     from mqlayer.spark.jobs.runner import as_json as json_of
@@ -150,13 +153,13 @@ def run_jobs(job: str, asked: JobRequest, **params: Any) -> None:
         raise typer.Exit(1)
 
 
-def settings_of(given: Sequence[str]) -> dict[str, str]:
-    """Return the settings of --conf. Raises InvalidInput."""
+def settings_of(given: Sequence[str], master: str) -> dict[str, str]:
+    """Return the settings of --conf, and the master. Raises InvalidInput."""
     pairs = [one.partition("=") for one in given]
     for name, equals, _ in pairs:
         if not equals or not name.startswith("spark."):
             raise InvalidInput(f"--conf takes a setting of Spark's, such as spark.driver.memory=4g, not {name!r}")
-    return {name: value for name, _, value in pairs}
+    return ({"spark.master": master} if master else {}) | {name: value for name, _, value in pairs}
 
 
 def _show(found: JobResult) -> None:
