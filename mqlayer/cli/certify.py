@@ -63,6 +63,7 @@ def certify(
 
     earlier = None if continues is None else load_certificate(continues)
     given = spark_settings(conf or ())
+    given = conf or []
     if check is None:
         if snapshot is None or out is None:
             raise InvalidInput("say --snapshot NAME --out FILE to make a certificate, or --check FILE")
@@ -92,7 +93,7 @@ def _make(
     earlier: Certificate | None,
     *,
     spark: bool | None,
-    conf: dict[str, str],
+    conf: list[str],
     as_json: bool,
 ) -> None:
     from mqlayer.archive.certificates import BLOCK_RECORDS
@@ -128,7 +129,7 @@ def _contents(
     *,
     export: Path | None,
     spark: bool,
-    conf: dict[str, str],
+    conf: list[str],
 ) -> tuple[dict[str, Any], Contents]:
     if not spark:
         return _plain_contents(name, size, earlier, export)
@@ -136,7 +137,8 @@ def _contents(
     from mqlayer.spark.jobs import certify as job
     from mqlayer.spark.jobs.runner import borrowed_session
 
-    with borrowed_session("mqlayer certify", **conf) as session:
+    given = settings_of(conf, settings_here().spark_master)
+    with borrowed_session("mqlayer certify", **given) as session:
         if export is not None:
             return job.export_contents(session, name, str(export), block_records=size, continues=earlier)
         dsn = settings_here().control_dsn()
