@@ -41,7 +41,7 @@ class ParquetSnapshot:
         return [str(one["topic"]) for one in self._manifest["topics"]]
 
     def schemas(self, topic: str) -> list[JsonSchema]:
-        """Return the versions of a topic's schema when it was exported; none in exports of older releases."""
+        """Return a topic's schemas of its time."""
         found: list[JsonSchema] = self._manifest.get("schemas", {}).get(topic, [])
         return found
 
