@@ -91,7 +91,7 @@ class Topic(Generic[Body]):
 
     @property
     def codec(self) -> Codec[Body] | None:
-        """What reads its bodies in place of JSON, if anything."""
+        """Its codec; None: JSON."""
         return self._codec
 
     @property

@@ -1,18 +1,16 @@
-"""Publish micro-batches of a stream through the outbox, each row once and in the order of its key.
+"""Publish a stream's micro-batches through the outbox, each row once, in key order."""
 
-A batch is divided into parts: fixed ranges of LPs, so a key's rows are in one part. A part is one transaction of a
-task, in which its rows and its position are committed: the stream's last batch of that part. States of a part in batch
-N, and what a kill leaves:
-
-- position below N: nothing of the part is published; the repeated batch publishes it
-- position N, its rows in the outbox: the repeated batch passes it over
-- two tasks at once (a retry, speculation, executors that outlived their driver): the second waits for the first one's
-  row, then passes over
-- all parts done, but not the mark of the whole batch, or not Spark's commit: the repeated batch passes over all parts,
-  or the whole
-
-Spark begins batch N + 1 only after the function returned for N, so a key's rows of N are committed before.
-"""
+# A batch is divided into parts: fixed ranges of LPs, so a key's rows are in one part. A part is one transaction of a
+# task, which commits its rows and its position, the stream's last batch of that part. States of a part in batch N:
+#
+# - position below N: nothing of the part is published; the repeated batch publishes it
+# - position N, its rows in the outbox: the repeated batch passes it over
+# - two tasks at once (a retry, speculation, executors that outlived their driver): the second waits for the first
+#   one's row, then passes over
+# - all parts done, but not the mark of the whole batch, or not Spark's commit: the repeated batch passes over all
+#   parts, or the whole
+#
+# Spark begins batch N + 1 only after the function returned for N, so a key's rows of N are committed before.
 
 from __future__ import annotations
 
@@ -45,9 +43,9 @@ from mqlayer.spark.transforms.lp import lp_of_key
 PARTS: Final = 32
 CHUNK_ROWS: Final = 1_000
 CHUNK_BYTES: Final = 4_000_000
-"""Rows and bytes of bodies that a task holds at once, and writes by one statement."""
+"""Most rows and bytes of a statement."""
 WHOLE: Final = -1
-"""The position of whole batches, in place of a part's number."""
+"""In place of a part's number."""
 POSITIONS: Final = "public.mqlayer_stream_position"
 APPLICATION: Final = "mqlayer spark"
 # With its schema: sessions of mqlayer have none in their search path.
@@ -67,15 +65,12 @@ def publish_batches(
     positions: str = POSITIONS,
     tasks: int | None = None,
 ) -> BatchPublisher:
-    """Return a function for `foreachBatch` that publishes a stream's rows to a topic, each once, in key order.
+    """Return a function for `foreachBatch` that publishes rows to a topic, each once, in key order.
 
-    Columns: `key` and `body` (text or binary), optionally `headers` (map of texts) and `tags` (array of texts).
-    `order_by`: columns, or expressions, that order a key's rows within a micro-batch. `name`: the stream's, where one
-    query publishes several times, or Spark doesn't tell the query's id. `dsn`: the outbox's database, default of
-    Settings. `positions`: the table of positions there, made at first use. `tasks`: most that publish at once.
+    Columns: `key`, `body` (text or binary), optionally `headers`, `tags`. `order_by`: orders a key's rows in a
+    micro-batch. `name`: for several publishers of a query. `positions`: a table, made at first use. `tasks`: at most.
 
-    Raises InvalidInput, NotFound for an unknown topic when a batch is published, Conflict for a batch older than one
-    published, PermissionDenied, StoreUnavailable; the query then stops, and goes on with the same batch.
+    Raises InvalidInput; the function also Conflict for an older batch, NotFound, the store's errors.
     """
     check_name("topic", topic)
     if not order_by or isinstance(order_by, str):
@@ -155,7 +150,7 @@ class BatchPublisher:
 
 @dataclass(frozen=True)
 class PartPublisher:
-    """A task's work: a transaction per part of its rows."""
+    """A task's work."""
 
     topic: str
     stream: str
@@ -203,7 +198,7 @@ class PartPublisher:
 
 
 def _claim(connection: Any, table: str, facts: Mapping[str, Any]) -> bool:
-    """Take a part's position to a batch; False: it is there. Raises Conflict for an older batch."""
+    """Advance a position; False: it is there. Raises Conflict."""
     text = f"""
         WITH claimed AS (
             INSERT INTO {table} AS p (stream, part, batch) VALUES (%(stream)s, %(part)s, %(batch)s)
@@ -259,7 +254,7 @@ def _property(frame: DataFrame, name: str) -> str:
 
 
 def _complete(dsn: Dsn | str) -> Dsn:
-    """Return a DSN with what this process's environment and files add, for other processes."""
+    """Return a DSN with its password."""
     with closing(connect(dsn, application=APPLICATION)) as connection:
         info = connection.info
         known = {name: value for name, value in info.get_parameters().items() if name not in _LEFT_OUT}

@@ -1,7 +1,6 @@
-"""Columns from bodies.
+"""Columns from bodies."""
 
-JSON is read by Spark itself; a codec runs in Python workers, and what it returns is read as JSON by the same rules.
-"""
+# Spark reads JSON itself; a codec runs in Python workers, and its result is read as JSON by the same rules.
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ _OPTIONS: Final = {
 
 @dataclass(frozen=True)
 class BodyDecoding:
-    """How a topic's bodies are read. `strict`: a bad one fails the job."""
+    """How to read a topic's bodies."""
 
     topic: str
     shape: BodyShape
@@ -53,13 +52,12 @@ class BodyDecoding:
 def decode_bodies(
     frame: DataFrame, topic: str | Topic[Any], *, dsn: str | None = None, strict: bool = False
 ) -> DataFrame:
-    """Return a topic's records with their bodies' fields in the column `decoded`, and `decode_error`.
+    """Return a topic's records with the columns `decoded` and `decode_error`.
 
-    For frames and streams with the columns topic, headers and body. `topic`: its name, for the fields of all stored
-    versions of its schema (`dsn`, default MQLAYER_DSN); or a `mqlayer.Topic`, for its own fields, by its codec.
-    `strict`: no `decode_error`; a body that does not fit fails the job that reads `decoded`.
+    `frame` needs topic, headers and body. `topic`: a name, for all stored versions' fields (`dsn`: default
+    MQLAYER_DSN), or a `mqlayer.Topic`, for its own fields and codec. `strict`: misfits fail the reading job.
 
-    Raises InvalidInput for a topic without a schema or with bodies that are no objects, NotFound.
+    Raises InvalidInput without a schema of objects, NotFound.
     """
     if isinstance(topic, str):
         with Database(dsn or Settings().control_dsn()) as database:
@@ -70,12 +68,12 @@ def decode_bodies(
 
 
 def stored_versions(database: Database, topic: str) -> list[JsonSchema]:
-    """Return the versions of a topic's schema whose bodies its readers read. Raises NotFound."""
+    """Return a topic's schemas that hold. Raises NotFound."""
     return [one.schema for one in versions_that_hold(load_schemas(database, topic).versions)]
 
 
 def typed_decoding(topic: Topic[Any], *, strict: bool = False) -> BodyDecoding:
-    """Return the decoding of a typed topic. Raises InvalidInput without a schema."""
+    """Return a typed topic's decoding. Raises InvalidInput without a schema."""
     if topic.schema is None:
         raise InvalidInput(
             f"topic {topic.name!r} has no schema, so its bodies have no columns: give its codec json_schema()"
@@ -84,14 +82,16 @@ def typed_decoding(topic: Topic[Any], *, strict: bool = False) -> BodyDecoding:
 
 
 def decoded_frame(frame: DataFrame, decoding: BodyDecoding) -> DataFrame:
-    """Return the topic's rows with their decoded bodies. Raises InvalidInput for missing columns."""
+    """Return the topic's decoded rows. Raises InvalidInput for missing columns."""
     if missing := [name for name in NEEDED if name not in frame.columns]:
         raise InvalidInput(f"decoding needs the columns {', '.join(NEEDED)}: read {', '.join(missing)} too")
     rows = frame.filter(F.col("topic") == decoding.topic)
     if decoding.codec is None:
         rows = rows.withColumns({"mq:text": F.col("body").cast("string"), "mq:refused": F.lit(None).cast("string")})
     else:
-        read = F.udf(_Reader(decoding.codec), "struct<text:string,refused:string>", useArrow=False).asNondeterministic()
+        read = F.udf(
+            _CodecCall(decoding.codec), "struct<text:string,refused:string>", useArrow=False
+        ).asNondeterministic()
         rows = rows.withColumn("mq:parsed", F.when(_reference().isNull(), read("body")))
         rows = rows.withColumns({name: F.col(f"`mq:parsed`.{name[3:]}") for name in ("mq:text", "mq:refused")})
     schema = decoding.shape.schema().add(_CORRUPT, StringType())
@@ -104,8 +104,8 @@ def decoded_frame(frame: DataFrame, decoding: BodyDecoding) -> DataFrame:
     return rows.withColumns({DECODED: fitting, ERROR: F.col("`mq:error`")}).drop(*_WORK)
 
 
-class _Reader:
-    """A codec, in Python workers."""
+class _CodecCall:
+    """A codec for workers."""
 
     def __init__(self, codec: Codec[Any]) -> None:
         self._codec = codec
@@ -141,7 +141,7 @@ def _error(shape: BodyShape) -> Column:
 
 
 def _misfits(shape: BodyShape) -> list[Column]:
-    """The first field that is there, and is no value of its type."""
+    """The first misfit."""
     text, parsed = F.col("`mq:text`"), F.col("`mq:parsed`")
     return [
         F.when(

@@ -1,7 +1,4 @@
-"""Spark's types for bodies, from the versions of a topic's JSON Schema.
-
-A type that Spark has no column for, such as a union or an object that holds itself, is a string with the JSON.
-"""
+"""Spark's types for bodies; types unknown to Spark become their JSON's text."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ _DEFINED: Final = "#/$defs/"
 
 @dataclass(frozen=True, slots=True)
 class ShapeField:
-    """A field of all versions. `required`: each version needs it, not null. `default`: for bodies without it."""
+    """A field; `required`: by each version."""
 
     name: str
     type: DataType
@@ -60,7 +57,7 @@ class BodyShape:
 
 
 def body_shape(topic: str, versions: Sequence[JsonSchema]) -> BodyShape:
-    """Return the fields that hold the bodies of all versions. Raises InvalidInput where a body is no object."""
+    """Return all versions' fields. Raises InvalidInput unless bodies are objects."""
     if not versions:
         raise InvalidInput(
             f"topic {topic!r} has no schema: start a typed consumer, or store one with mqlayer topic schema {topic} "
@@ -82,7 +79,7 @@ def body_shape(topic: str, versions: Sequence[JsonSchema]) -> BodyShape:
 
 
 def merged(one: DataType, other: DataType) -> DataType:
-    """Return a type for values of both."""
+    """Return both types' common one."""
     if one == other:
         return one
     if isinstance(one, LongType | DoubleType) and isinstance(other, LongType | DoubleType):
@@ -132,7 +129,7 @@ def _fields_of(types: _Types, plain: Sequence[JsonSchema]) -> dict[str, ShapeFie
 
 @dataclass(slots=True)
 class _Types:
-    """Types of one schema's parts."""
+    """Types of a schema."""
 
     root: JsonSchema
     within: list[str] = field(default_factory=list)
@@ -156,7 +153,7 @@ class _Types:
         return StringType() if found is None else found
 
     def alternatives(self, schema: Any) -> Iterator[JsonSchema]:
-        """Yield what a value may be, null left out."""
+        """Yield alternatives but null."""
         if not isinstance(schema, dict):
             yield {}
             return

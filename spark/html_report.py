@@ -49,7 +49,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A cell that leads to a page of the console."""
+    """A linking cell."""
 
     text: str
     url: str

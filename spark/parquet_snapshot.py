@@ -43,6 +43,8 @@ class ParquetSnapshot:
     def schemas(self, topic: str) -> list[JsonSchema]:
         """Return the versions of a topic's schema when it was exported; none in exports of older releases."""
         found: list[JsonSchema] = self.manifest.get("schemas", {}).get(topic, [])
+        """Return a topic's schemas of its time."""
+        found: list[JsonSchema] = self._manifest.get("schemas", {}).get(topic, [])
         return found
 
     def _load(self) -> dict[str, Any]:

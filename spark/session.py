@@ -37,7 +37,7 @@ def jdbc_jar() -> Path | None:
 
 
 def parallelism(spark: SparkSession) -> int:
-    """Return how many tasks run at once; 4 where Spark doesn't tell."""
+    """Return the number of concurrent tasks."""
     try:
         return max(1, int(spark.sparkContext.defaultParallelism))
     except (AttributeError, NotImplementedError):

@@ -52,11 +52,10 @@ _registering = threading.Lock()
 
 
 class ReadOptions(TypedDict, total=False):
-    """What is read of a snapshot.
+    """Options of both readers.
 
     `columns`: only these, in this order. `check`: first prove by another read that each seq of the cut is there once.
-    `decode`: also the bodies' fields, in the column `decoded`: True, a topic's name or a `mqlayer.Topic`, as
-    `decode_bodies`. `strict`: a body that does not fit fails the job, in place of `decode_error`.
+    `decode`: True, a topic's name or a `mqlayer.Topic`; `strict`: as `decode_bodies`.
     """
 
     table: ArchiveTable
@@ -79,8 +78,9 @@ def read_snapshot(
 
     `dsn`: default MQLAYER_DSN. `method`: default JDBC if a driver and host allow it, else Python. `partitions`: most
     tasks, by default one per core, or per million records. `options`: ReadOptions.
+    tasks.
 
-    Raises ArchiveBroken (`check`), NotFound, InvalidInput for a wrong option, or a topic without columns for bodies.
+    Raises ArchiveBroken (`check`), NotFound, InvalidInput for a wrong option.
     """
     selection = _Selection.of(**options)
     if partitions is not None and partitions < 1:
@@ -93,7 +93,7 @@ def read_snapshot(
 
 
 def read_export(spark: SparkSession, name: str, path: str, **options: Unpack[ReadOptions]) -> DataFrame:
-    """As `read_snapshot`, from a Parquet export, without the database; it has the schemas of its time.
+    """As `read_snapshot`, from a Parquet export, without the database.
 
     Raises ArchiveBroken (`check`), InvalidInput for a wrong option or another snapshot's export.
     """

@@ -137,7 +137,7 @@ def snapshot_cut(database: Database, snapshot_id: int) -> list[SeqRange]:
 
 
 def snapshot_schemas(database: Database, snapshot_id: int) -> dict[str, list[JsonSchema]]:
-    """Return the schemas by which bodies of a snapshot's topics are read, the oldest first."""
+    """Return topics' schemas that hold, the oldest first."""
     found: dict[str, list[SchemaVersion]] = {}
     with database.connection() as connection:
         rows = connection.execute(query("snapshot_schemas"), {"snapshot_id": snapshot_id}).fetchall()

@@ -1,4 +1,4 @@
-"""Where keys and messages spend their time; docs/how-to/analyze.md explains the stages."""
+"""Key journeys; docs/how-to/analyze.md explains them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 def run(tables: SnapshotTables, params: JobParams) -> JobResult:
-    """Report stages, and the worst keys and messages. Raises InvalidInput for a console's address of no use."""
+    """Report stages, worst keys and messages. Raises InvalidInput for a bad address."""
     console = _address(params.console)
     found = journeys(tables.records, tables.outcomes).persist()
     frames = {"stages": by_stage(found).persist(), "keys": by_key(found).persist()}

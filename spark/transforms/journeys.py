@@ -1,16 +1,4 @@
-"""Where messages and keys spend their time, from publishing to the end of their way through a group.
-
-A journey's stages follow each other:
-
-- *stream*: from publishing to the first delivery, in outbox and stream; neither relays nor nodes note when it changed
-- *failing*: from publishing to a first parking or death; waiting and failed attempts, which no outcome tells apart
-- *attempts*: from a delivery to the settling that ended the journey
-- *parking*: parked, redriven or replayed, until the next delivery
-- *dead*: a dead message, until an operator gave it back
-
-A journey ends when its message was handled or passed over; what a seek brings again is no part of it. One that begins
-with a replay of the archive begins there. Lengths are at least 0, because clocks differ.
-"""
+"""Messages' time per stage of their way through a group; docs/how-to/analyze.md explains the stages."""
 
 from __future__ import annotations
 
@@ -25,17 +13,16 @@ from mqlayer.spark.transforms.latency import QUANTILES, per_offset
 STAGES: Final = ("stream", "failing", "attempts", "parking", "dead")
 ENDED: Final = ("handled", "unmatched")
 UNDELIVERED: Final = ("unmatched", "expired")
-"""Outcomes of messages that were read, and given to no handler."""
+"""Read, but not handled."""
 MESSAGE: Final = ("topic", "group", "partition", "offset")
 
 
 def journeys(records: DataFrame, outcomes: DataFrame) -> DataFrame:
-    """Return a row per message and group with an outcome: key, identity, milliseconds per stage (null: not passed) and
-    `total_ms`, `outbox_most_ms`, attempts, parkings, last outcome.
+    """Return a row per settled message and group; stages not passed are null.
 
-    `outbox_most_ms`: at most so long in the outbox, as it was delivered or archived by then. Offsets that a fallen-back
-    node assigned twice are left out.
+    `outbox_most_ms`: until delivered or archived.
     """
+    # Offsets that a fallen-back node assigned twice are left out; lengths are at least 0, because clocks differ.
     events = per_offset(outcomes.select(
         "topic", "group", "partition", "first_offset", "last_offset", "outcome", "attempts", "delivered_at",
         "settled_at", "epoch", "position",
@@ -76,8 +63,7 @@ def journeys(records: DataFrame, outcomes: DataFrame) -> DataFrame:
 
 
 def by_stage(found: DataFrame) -> DataFrame:
-    """Return per topic, group and stage: messages that passed it, exact p50, p95, p99 and longest, their sum, and its
-    share of the group's."""
+    """Return quantiles per group and stage, and its share of the group's time."""
     pairs = ", ".join(f"'{stage}', {stage}_ms" for stage in STAGES)
     rows = found.selectExpr("topic", "group", f"stack({len(STAGES)}, {pairs}) AS (stage, ms)").filter("ms IS NOT NULL")
     quantiles = F.percentile("ms", F.array(*map(F.lit, QUANTILES)))
@@ -94,8 +80,7 @@ def by_stage(found: DataFrame) -> DataFrame:
 
 
 def by_key(found: DataFrame) -> DataFrame:
-    """Return per topic, group and key: messages, the sum of their times and of each stage, the longest, attempts of the
-    worst, parkings; messages without a key have none."""
+    """Return sums per group and key."""
     sums = [F.coalesce(F.sum(f"{stage}_ms"), F.lit(0)).alias(f"{stage}_ms") for stage in STAGES]
     return (
         found.filter(F.col("key").isNotNull())
