@@ -20,7 +20,8 @@ from mqlayer.postgres.database import Connection, Database
 from mqlayer.testing.scratch_schema import ScratchSchema, ShadowTable, TableDifference, scratch_schemas
 from mqlayer.testing.shadow_context import ShadowContext, ShadowTarget
 
-ROWS_AT_ONCE: Final = 1_000
+# Handlers run between two fetches, within the session's limit of ten idle minutes.
+ROWS_AT_ONCE: Final = 200
 DIFFERENCES: Final = 20
 """Most keys shown."""
 _FIELDS: Final = 'key, partition, "offset", source, lp, seq, published_at, tags, headers::text, body'
