@@ -41,10 +41,8 @@ class ParquetSnapshot:
         return [str(one["topic"]) for one in self.manifest["topics"]]
 
     def schemas(self, topic: str) -> list[JsonSchema]:
-        """Return the versions of a topic's schema when it was exported; none in exports of older releases."""
-        found: list[JsonSchema] = self.manifest.get("schemas", {}).get(topic, [])
         """Return a topic's schemas of its time."""
-        found: list[JsonSchema] = self._manifest.get("schemas", {}).get(topic, [])
+        found: list[JsonSchema] = self.manifest.get("schemas", {}).get(topic, [])
         return found
 
     def _load(self) -> dict[str, Any]:

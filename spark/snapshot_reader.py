@@ -77,8 +77,7 @@ def read_snapshot(
     """Return a snapshot's records, outcomes or lineage; every read gives the same rows.
 
     `dsn`: default MQLAYER_DSN. `method`: default JDBC if a driver and host allow it, else Python. `partitions`: most
-    tasks, by default one per core, or per million records. `options`: ReadOptions.
-    tasks.
+    tasks, by default one per core, or per million records.
 
     Raises ArchiveBroken (`check`), NotFound, InvalidInput for a wrong option.
     """

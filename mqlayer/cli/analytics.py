@@ -154,7 +154,6 @@ def run_jobs(job: str, asked: JobRequest, **params: Any) -> None:
     with Database(dsn) as database:
         find_snapshot(database, asked.snapshot)
     given = spark_settings(asked.conf or ())
-    given = settings_of(asked.conf or (), settings.spark_master)
     check_spark()
     from mqlayer.spark.jobs.job import JobParams
     from mqlayer.spark.jobs.runner import as_json as json_of
@@ -175,8 +174,6 @@ def run_jobs(job: str, asked: JobRequest, **params: Any) -> None:
 
 def spark_settings(given: Sequence[str]) -> dict[str, str]:
     """Return the settings of --conf, and Spark's master. Raises InvalidInput."""
-def settings_of(given: Sequence[str], master: str) -> dict[str, str]:
-    """Return the settings of --conf, and the master. Raises InvalidInput."""
     pairs = [one.partition("=") for one in given]
     for name, equals, _ in pairs:
         if not equals or not name.startswith("spark."):

@@ -62,7 +62,6 @@ def certify(
     from mqlayer.archive.certify import check_hashes, judge, load_certificate
 
     earlier = None if continues is None else load_certificate(continues)
-    given = spark_settings(conf or ())
     given = conf or []
     if check is None:
         if snapshot is None or out is None:
@@ -137,7 +136,7 @@ def _contents(
     from mqlayer.spark.jobs import certify as job
     from mqlayer.spark.jobs.runner import borrowed_session
 
-    given = settings_of(conf, settings_here().spark_master)
+    given = spark_settings(conf)
     with borrowed_session("mqlayer certify", **given) as session:
         if export is not None:
             return job.export_contents(session, name, str(export), block_records=size, continues=earlier)

@@ -51,9 +51,6 @@ OPTIONS: Final[dict[str, str]] = {
     "analytics shadow":
         "TOPIC --snapshot --handler --against --table --ignore --key --trust-names --allow-unfenced --json",
     "analytics journeys": "--snapshot --topic --out --html --console --method --conf --json",
-    "analytics effects": "--snapshot --topic --application-dsn --out --html --method --conf --json",
-    "analytics certify":
-        "--snapshot --out --key --block --check --export --public-key --hashes-only --continues --spark --conf --json",
     "analytics schedule create": "NAME --every --job --topic --keep --first",
     "analytics schedule list": "--json",
     "analytics schedule runs": "NAME --limit --after --json",
