@@ -55,7 +55,10 @@ def shadow_tables(connection: Connection, names: Sequence[str], ignored: Sequenc
         left_out.setdefault(table, set()).add(column)
     if unknown := sorted(left_out.keys() - set(names)):
         raise InvalidInput(f"columns of {', '.join(unknown)} are ignored, but these tables are not compared")
-    return [_table(connection, name, left_out.get(name, set())) for name in dict.fromkeys(names)]
+    with connection.transaction():
+        # As handlers' sessions have it; mqlayer's own have none.
+        connection.execute("SET LOCAL search_path TO DEFAULT")
+        return [_table(connection, name, left_out.get(name, set())) for name in dict.fromkeys(names)]
 
 
 def _table(connection: Connection, name: str, ignored: set[str]) -> ShadowTable:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Final, NamedTuple
@@ -131,9 +132,10 @@ class ShadowRun:
                 ShadowSide(consumer, schemas[side], guarded, unfenced=self._options.unfenced)
                 for side, consumer in (("old", old), ("new", new))
             ]
-            for key, messages in groupby(self._messages(found, self._options.key), key=_unit):
-                found.keys += 1
-                self._one(found, sides, key[0], messages)
+            with closing(self._messages(found, self._options.key)) as scan:
+                for key, messages in groupby(scan, key=_unit):
+                    found.keys += 1
+                    self._one(found, sides, key[0], messages)
             # Not before the scan ended: it holds a connection.
             found.differences = [self._located(sides, one) for one in found.differences]
         return found
@@ -161,26 +163,35 @@ class ShadowRun:
 
     def _located(self, sides: Sequence[ShadowSide], one: KeyDifference) -> KeyDifference:
         """Run a key again, up to the first difference."""
+        if one.single is not None:
+            return self._at_first(sides, one, [one.single])
+        with closing(self._messages(None, one.key)) as messages:
+            return self._at_first(sides, one, messages)
+
+    @staticmethod
+    def _at_first(sides: Sequence[ShadowSide], one: KeyDifference, messages: Iterable[ShadowMessage]) -> KeyDifference:
         old, new = sides
-        for message in [one.single] if one.single is not None else self._messages(None, one.key):
+        for message in messages:
             answers = old.handle(message), new.handle(message)
-            tables = old.schema.differences(new.schema)
-            if answers[0] != answers[1] or tables:
+            if answers[0] != answers[1] or old.schema.differences(new.schema):
                 one = replace(one, first=message.name, old=answers[0] or "handled", new=answers[1] or "handled")
                 break
         old.schema.clear()
         new.schema.clear()
         return one
 
-    def _messages(self, found: ShadowResult | None, key: str | None) -> Iterator[ShadowMessage]:
+    def _messages(self, found: ShadowResult | None, key: str | None) -> Generator[ShadowMessage, None, None]:
         """Yield messages by key, in order."""
         # A later partition of an LP has a greater number.
         statement = bound("snapshot_records", {"snapshot_id": self._snapshot_id, "lp_from": 0, "lp_to": 1024})
         ordered = sql.SQL(
-            "SELECT {fields} FROM ({statement}) AS r WHERE topic = {topic} AND ({key}::text IS NULL OR key = {key}) "
+            "SELECT {fields} FROM ({statement}) AS r WHERE topic = {topic} AND ({key}::bytea IS NULL OR key = {key}) "
             'ORDER BY key, partition, batch, "offset"'
         ).format(
-            fields=sql.SQL(_FIELDS), statement=sql.SQL(statement), topic=sql.Literal(self._topic), key=sql.Literal(key)
+            fields=sql.SQL(_FIELDS),
+            statement=sql.SQL(statement),
+            topic=sql.Literal(self._topic),
+            key=sql.Literal(None if key is None else key.encode()),
         )
         with (
             self._control.connection() as connection,
@@ -200,12 +211,12 @@ def _unit(message: ShadowMessage) -> tuple[str | None, str]:
     # Messages without a key have no order: each is by itself.
     if message.record.key == NO_KEY:
         return None, message.name
-    return message.record.key.decode(errors="replace"), ""
+    return message.record.key.decode(), ""
 
 
 def _message(row: Sequence[Any]) -> ShadowMessage:
     key, partition, offset, source, lp, seq, at, tags, headers, body = row
     said = msgspec.json.decode(headers, type=dict[str, str]) if headers else None
     facts = encode_facts(round(at.timestamp() * 1000), said, tags_text(tags) if tags else "")
-    data = NO_KEY if key is None else key.encode()
-    return ShadowMessage(partition, Record(offset, b"%d:%d:%d:%b" % (source, lp, seq, facts), data, bytes(body)))
+    identity = b"%d:%d:%d:%b" % (source, lp, seq, facts)
+    return ShadowMessage(partition, Record(offset, identity, NO_KEY if key is None else bytes(key), bytes(body)))
