@@ -1,9 +1,9 @@
-"""Fence and inbox rows of an application's database, read in parts by Arrow."""
+"""Fence and inbox rows of an application's database, read in parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 from pyspark.sql import DataFrame, SparkSession
 
@@ -14,12 +14,10 @@ from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.spark.transforms.effects import EFFECTS
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 APPLICATION: Final = "mqlayer effects"
 PARTS: Final = 4
 ROWS: Final = "group_id bigint, kind string, source bigint, lp int, key string, seq bigint, seek int, read_at timestamp"
+COLUMNS: Final = ", ".join(part.split()[0] for part in ROWS.split(", "))
 GROUPS: Final = "group_id bigint, topic string, group string"
 
 
@@ -49,24 +47,14 @@ def read_rows(spark: SparkSession, dsn: str, group_ids: Sequence[int], *, parts:
     wanted = ", ".join(str(int(group_id)) for group_id in group_ids)
     edges = [LP_COUNT * number // parts for number in range(parts + 1)]
 
-    def part(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa
+    def part(number: int) -> Iterator[tuple[Any, ...]]:
+        facts = {"lp_from": edges[number], "lp_to": edges[number + 1]}
+        for name in ("effects_fence", "effects_inbox"):
+            # Numbers only.
+            statement = f"SELECT {COLUMNS} FROM ({bound(name, facts)}) AS read WHERE group_id IN ({wanted})"  # noqa: S608
+            with arrow_batches(address, [statement], application=APPLICATION) as found:
+                for batch in found:
+                    yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
-        from mqlayer.archive.arrow_types import formed
-
-        schema = pa.schema([
-            ("group_id", pa.int64()), ("kind", pa.string()), ("source", pa.int64()),
-            ("lp", pa.int32()), ("key", pa.string()), ("seq", pa.int64()), ("seek", pa.int32()),
-            ("read_at", pa.timestamp("us", tz="UTC")),
-        ])  # fmt: skip
-        for batch in batches:
-            for number in batch.column(0).to_pylist():
-                facts = {"lp_from": edges[number], "lp_to": edges[number + 1]}
-                for name in ("effects_fence", "effects_inbox"):
-                    # Numbers only.
-                    statement = f"SELECT * FROM ({bound(name, facts)}) AS read WHERE group_id IN ({wanted})"  # noqa: S608
-                    with arrow_batches(address, [statement], application=APPLICATION) as found:
-                        for one in found:
-                            yield formed(one, schema)
-
-    return spark.range(0, parts, 1, parts).mapInArrow(part, ROWS)
+    # Spark's own way for Arrow, mapInArrow, needs pandas.
+    return spark.createDataFrame(spark.sparkContext.parallelize(range(parts), parts).flatMap(part), ROWS)
