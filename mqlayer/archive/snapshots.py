@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -9,7 +10,9 @@ from itertools import groupby
 from typing import Final, NamedTuple
 
 from mqlayer.archive.read_ranges import BatchRange, batch_shares
+from mqlayer.domain.body_schemas import JsonSchema
 from mqlayer.domain.names import check_name
+from mqlayer.domain.schema_versions import SchemaVersion, versions_that_hold
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.audit import write_audit
@@ -131,6 +134,16 @@ def snapshot_cut(database: Database, snapshot_id: int) -> list[SeqRange]:
     with database.connection() as connection:
         rows = connection.execute(query("snapshot_cut"), {"snapshot_id": snapshot_id}).fetchall()
     return [SeqRange(*row) for row in rows]
+
+
+def snapshot_schemas(database: Database, snapshot_id: int) -> dict[str, list[JsonSchema]]:
+    """Return topics' schemas that hold, the oldest first."""
+    found: dict[str, list[SchemaVersion]] = {}
+    with database.connection() as connection:
+        rows = connection.execute(query("snapshot_schemas"), {"snapshot_id": snapshot_id}).fetchall()
+    for topic, version, mode, text in rows:
+        found.setdefault(topic, []).append(SchemaVersion(version, mode, json.loads(text)))
+    return {topic: [one.schema for one in versions_that_hold(known)] for topic, known in found.items()}
 
 
 def lp_weights(database: Database, snapshot_id: int) -> dict[int, int]:

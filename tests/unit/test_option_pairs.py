@@ -48,6 +48,9 @@ OPTIONS: Final[dict[str, str]] = {
         ("analytics skew", "analytics all"),
         "--snapshot --topic --out --html --partitions --split-report --method --conf --json",
     ),
+    "analytics shadow":
+        "TOPIC --snapshot --handler --against --table --ignore --key --trust-names --allow-unfenced --json",
+    "analytics journeys": "--snapshot --topic --out --html --console --method --conf --json",
     "analytics schedule create": "NAME --every --job --topic --keep --first",
     "analytics schedule list": "--json",
     "analytics schedule runs": "NAME --limit --after --json",
@@ -55,6 +58,9 @@ OPTIONS: Final[dict[str, str]] = {
     "analytics schedule pause": "NAME",
     "analytics schedule resume": "NAME",
     "analytics schedule drop": "NAME --plan --yes",
+    "analytics effects": "--snapshot --topic --application-dsn --out --html --method --conf --json",
+    "analytics certify":
+        "--snapshot --out --key --block --check --export --public-key --hashes-only --continues --spark --conf --json",
     "analytics what-if":
         "--snapshot --topic --partitions --split-report --version --group --members --member-rate --handler-ms "
         "--concurrency --balance --slot --since --until --auto --capacity --cool-down --changes-per-hour "
@@ -272,7 +278,8 @@ def test_options_that_clash_are_refused_with_what_to_do(name: str, rule: Rule, l
     """Before any store is asked: none is named here."""
     wanted = {rule.one, rule.other} if isinstance(rule, Excludes) else {rule.one}
     if isinstance(rule, Excludes):
-        wanted |= {more.other for more in rules_of(COMMANDS[name].callback) if needed_by(more, wanted)}
+        while more := {more.other for more in rules_of(COMMANDS[name].callback) if needed_by(more, wanted)} - wanted:
+            wanted |= more
     said = Commands().failure(*name.split(), *words_of(name, wanted))
     assert rule.why in said
     assert rule.one in said
