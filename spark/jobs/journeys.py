@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
+from pyspark.sql import functions as F  # noqa: N812
+
 from mqlayer.errors import InvalidInput
 from mqlayer.spark.html_report import Bar, BarChart, Link, Note, Part, Section, Table
 from mqlayer.spark.jobs.job import JobParams, JobResult, SnapshotTables, rows_of
-from mqlayer.spark.transforms.journeys import STAGES, by_key, by_stage, journeys
+from mqlayer.spark.transforms.journeys import MESSAGE, STAGES, by_key, by_stage, journeys
 
 WORST: Final = 100
 CHARTS: Final = 12
@@ -25,7 +27,7 @@ def run(tables: SnapshotTables, params: JobParams) -> JobResult:
     stages = sorted(rows_of(frames["stages"], "topic", "group"), key=_stage_order)
     keys = rows_of(frames["keys"], "-total_ms", "topic", "group", "key", most=WORST)
     messages = rows_of(found, "-total_ms", "topic", "group", "partition", "offset", most=WORST)
-    frames["messages"] = found.orderBy("total_ms", ascending=False).limit(WORST).persist()
+    frames["messages"] = found.orderBy(F.desc("total_ms"), *MESSAGE).limit(WORST).persist()
     frames["messages"].count()
     found.unpersist()
     stages = [{name: _rounded(value) for name, value in row.items()} for row in stages]
