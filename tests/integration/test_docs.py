@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from mqlayer.topics import create_topic, register_node
 from mqlayer.traces import tracing
 from mqlayer.workers import connections
 from tests.fixtures.commands import Commands
-from tests.fixtures.pages import commands_of, examples, runnable
+from tests.fixtures.pages import examples, lines_of, runnable
 from tests.fixtures.variants import some_of
 from tests.proof.runtimes import runtime_of
 
@@ -64,6 +65,7 @@ def settings(
     connections.close()
 
 
+KEY_MAKERS: Final = ("openssl genpkey ", "openssl pkey ")
 PAGES: Final = [page for page in sorted(DOCS.rglob("*.md")) if page != TUTORIAL and runnable(page)]
 
 
@@ -73,10 +75,13 @@ def page_id(page: Path) -> str:
 
 @pytest.mark.parametrize("page", some_of(PAGES, 3), ids=page_id)
 def test_every_example_of_a_page_runs(
-    page: Path, settings: Settings, logging_as_before: None, monkeypatch: pytest.MonkeyPatch
+    page: Path, settings: Settings, logging_as_before: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A page gives all that its examples need: they run in an empty module, on a stack with the topic `orders`."""
-    monkeypatch.chdir(ROOT)
+    """A page gives all that its examples need: they run in an empty module, on a stack with the topic `orders`, in a
+    directory that has what the project has."""
+    for entry in ROOT.glob("[!.]*"):
+        (tmp_path / entry.name).symlink_to(entry)
+    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": f"docs.{page.stem}"}
     for number, (language, text) in enumerate(examples(page)):
         if language == "python":
@@ -124,7 +129,13 @@ def test_every_setting_is_in_the_table_of_settings_with_its_default() -> None:
 
 
 def run_commands(block: str) -> None:
-    """Run the `mqlayer` lines of a shell block, in this process: a new one costs more than most commands."""
-    for command in map(shlex.split, commands_of(block)):
+    """Run the `mqlayer` lines of a shell block, in this process: a new one costs more than most commands.
+
+    Keys are made too.
+    """
+    for command in map(shlex.split, lines_of(block, "mqlayer ", *KEY_MAKERS)):
+        if command[0] != "mqlayer":
+            subprocess.run(command, check=True, capture_output=True)
+            continue
         ended = Commands()(*command[1:])
         assert ended.exit_code == 0, f"{shlex.join(command)}: {ended.output}"
