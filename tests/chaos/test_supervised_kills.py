@@ -71,10 +71,10 @@ def test_a_process_killed_at_a_place_is_followed_without_its_lease(scene: KillSc
 @pytest.mark.full
 def test_a_supervisor_killed_after_its_word_leaves_nothing_to_a_lease(scene: KillScene) -> None:
     supervisor = supervise(scene, "member.after_dead_commit=kill", MQLAYER_TEST_KILL="handler.after_success@10")
-    assert supervisor.wait(40) == -9, "the word was not said"
+    assert supervisor.wait(90) == -9, "the word was not said"
     # Its other process hears of its end, and leaves.
     statement = "SELECT count(*) FROM mqlayer.member WHERE lease_until > now()"
-    wait_until(lambda: ask_postgres(scene.settings.control_dsn(), statement) == [(0,)], timeout_s=40, what="all left")
+    wait_until(lambda: ask_postgres(scene.settings.control_dsn(), statement) == [(0,)], timeout_s=90, what="all left")
     successor = supervise(scene)
     scene.wait_until_drained()
     stop(scene, successor)
