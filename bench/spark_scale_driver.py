@@ -48,7 +48,7 @@ def read(frame: Any) -> dict[str, Any]:
 
 
 def job(spark: Any, snapshot: str, name: str, parts: int) -> dict[str, Any]:
-    """Run a job on the snapshot; return what it says of its records."""
+    """Run a job on the snapshot; return its facts."""
     found = SPARK_JOBS[name](tables_of(spark, snapshot, partitions=parts), JobParams())
     facts = found.facts
     rows = facts["records"] if name == "audit" else sum(one["records"] for one in facts["topics"][0]["partitions"])

@@ -48,7 +48,7 @@ def what_if(stage: Stage) -> Iterator[Line]:
 
 
 def arrivals_of(times: RunTimes) -> Arrivals:
-    """Return what was sent, by slots."""
+    """Return the sent messages by slot."""
     counts = Counter((int((at - times.began) / 1e9 / SLOT_S), lp_of(key.encode())) for at, key in times.sent)
     cells = (ArrivalCell(slot, lp, OTHER_KEYS, messages) for (slot, lp), messages in sorted(counts.items()))
     return Arrivals.of(BEGAN, SLOT_S, [], cells)

@@ -159,7 +159,9 @@ class _Run:
         if self._lost.is_set():
             raise _lost_lease(self._schedule.name)
         facts = _facts_of(out)
-        state = "good" if self._child.returncode == 0 else "faults" if facts is not None else "failed"
+        # A job that was good, and whose page could not be written, found no fault.
+        faults = facts is not None and facts.get("good") is False
+        state = "good" if self._child.returncode == 0 else "faults" if faults else "failed"
         found: dict[str, Any] = {"state": state, "seconds": round(time.monotonic() - began, 1)}
         if facts is not None:
             found["facts"] = facts

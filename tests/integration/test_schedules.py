@@ -106,8 +106,9 @@ def test_only_the_newest_snapshots_of_a_schedule_stay(nightly: ArchivedTopics) -
         (says(GOOD | {"good": False}, 1), "faults", "faults"),
         (lambda *_: program("import sys; sys.exit('no Java: install it')"), "failed", "failed"),
         (lambda *_: program("import os; os.abort()"), "failed", "failed"),
+        (says(GOOD, 1), "failed", "failed"),
     ],
-    ids=["faults", "error", "crash"],
+    ids=["faults", "error", "crash", "unwritten"],
 )
 def test_a_job_that_finds_faults_and_one_that_fails_are_told_apart(
     nightly: ArchivedTopics, command: Any, state: str, job: str
