@@ -1,0 +1,6 @@
+"""The archive in tables of a lake: docs/design/lake.md."""
+
+from mqlayer.archive.lake.export import LakeReport, export_archive
+from mqlayer.archive.lake.state import LakeStatus, forget_lake, lake_statuses
+
+__all__ = ["LakeReport", "LakeStatus", "export_archive", "forget_lake", "lake_statuses"]
