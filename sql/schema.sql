@@ -1252,9 +1252,9 @@ CREATE TABLE mqlayer_archive.lake_topic (
     verified_batch bigint      NOT NULL DEFAULT 0,
     verified_at    timestamptz,
     records        bigint      NOT NULL DEFAULT 0,
-    record_digest  numeric     NOT NULL DEFAULT 0,
+    record_digest  bigint      NOT NULL DEFAULT 0,
     outcomes       bigint      NOT NULL DEFAULT 0,
-    outcome_digest numeric     NOT NULL DEFAULT 0,
+    outcome_digest bigint      NOT NULL DEFAULT 0,
     CONSTRAINT lake_topic_key PRIMARY KEY (lake_id, topic_id),
     CONSTRAINT lake_topic_batches CHECK (first_batch >= 1 AND verified_batch >= 0 AND verified_batch <= batch)
 );
@@ -1266,7 +1266,7 @@ CREATE TABLE mqlayer_archive.lake_file (
     topic_id    int         NOT NULL,
     table       text        NOT NULL,
     rows        bigint      NOT NULL,
-    digest      numeric     NOT NULL,
+    digest      bigint      NOT NULL,
     bytes       bigint      NOT NULL,
     sha256      text        NOT NULL,
     verified_at timestamptz NOT NULL DEFAULT clock_timestamp(),

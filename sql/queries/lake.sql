@@ -4,13 +4,13 @@ split_part(t.name, '@', 1);
 
 -- part: lake_digest
 -- A number per record that adds up over rows, and is the same in every file.
-sum(('x' || left(md5(int8send(r.batch) || int4send(r.partition_id) || int8send(r.log_offset) || int8send(r.seq)
-                     || coalesce(r.key, '') || r.body), 15))::bit(60)::bigint);
+(sum(('x' || left(md5(int8send(r.batch) || int4send(r.partition_id) || int8send(r.log_offset) || int8send(r.seq)
+                     || coalesce(r.key, '') || r.body), 15))::bit(60)::bigint) %% 1152921504606846976)::bigint;
 
 -- part: lake_outcome_digest
 -- The same per outcome.
-sum(('x' || left(md5(int8send(o.batch) || int4send(o.partition_id) || int8send(o.first_offset) || int8send(o.last_offset)
-                     || int8send(o.epoch) || int8send(o.position) || convert_to(o.outcome, 'UTF8')), 15))::bit(60)::bigint);
+(sum(('x' || left(md5(int8send(o.batch) || int4send(o.partition_id) || int8send(o.first_offset) || int8send(o.last_offset)
+                     || int8send(o.epoch) || int8send(o.position) || convert_to(o.outcome, 'UTF8')), 15))::bit(60)::bigint) %% 1152921504606846976)::bigint;
 
 -- name: lake_find
 -- A lake by its location.
@@ -96,7 +96,7 @@ WHERE lake_id = %(lake_id)s AND topic_id = %(topic_id)s;
 -- Note verified files.
 INSERT INTO mqlayer_archive.lake_file (lake_id, topic_id, path, "table", rows, digest, bytes, sha256)
 SELECT %(lake_id)s, %(topic_id)s, f.path, f.kind, f.rows, f.digest, f.bytes, f.sha256
-FROM unnest(%(paths)s::text[], %(tables)s::text[], %(rows)s::bigint[], %(digests)s::numeric[], %(sizes)s::bigint[],
+FROM unnest(%(paths)s::text[], %(tables)s::text[], %(rows)s::bigint[], %(digests)s::bigint[], %(sizes)s::bigint[],
             %(shas)s::text[]) AS f(path, kind, rows, digest, bytes, sha256)
 ON CONFLICT (lake_id, path) DO NOTHING;
 

@@ -137,7 +137,7 @@ GRANT SELECT, INSERT (batch, first_batch, lake_id, topic_id), UPDATE (batch, exp
 GRANT EXECUTE ON FUNCTION mqlayer_archive.lock_v1 TO {role};
 GRANT SELECT, INSERT (first_seq, last_seq, lp, source, segment, topic_id), UPDATE (first_seq, last_seq, segment) ON
     mqlayer_archive.mark TO {role};
-GRANT INSERT (actor, archived_at, attempts, batch, delivered_at, epoch, first_offset, group_id, last_offset,
+GRANT SELECT, INSERT (actor, archived_at, attempts, batch, delivered_at, epoch, first_offset, group_id, last_offset,
     partition_id, position, reason, settled_at, topic_id, outcome) ON mqlayer_archive.outcome TO {role};
 GRANT SELECT, INSERT (dropped, dropped_at, epoch, group_id, partition_id, position), UPDATE (dropped, dropped_at, epoch,
     position) ON mqlayer_archive.outcome_progress TO {role};

@@ -56,6 +56,17 @@ def test_an_export_killed_anywhere_loses_and_doubles_nothing(
     assert archived.rows("SELECT first_batch, batch FROM mqlayer_archive.lake_topic") == [(1, 8)]
 
 
+@pytest.mark.full
+def test_a_verification_that_is_killed_is_repeated(archived: ArchivedTopics, tmp_path: Path) -> None:
+    fill(archived)
+    lake = tmp_path / "lake"
+    assert killed_export(archived, lake, armed("lake.before_verified=kill")) == -9, "the place was not reached"
+    assert archived.rows("SELECT verified_batch FROM mqlayer_archive.lake_topic") == [(0,)]
+    fill(archived)
+    assert killed_export(archived, lake, {}) == 0
+    assert archived.rows("SELECT verified_batch, records FROM mqlayer_archive.lake_topic") == [(8, 20)]
+
+
 def test_an_exporter_that_was_stopped_in_a_write_adds_nothing_twice(archived: ArchivedTopics, tmp_path: Path) -> None:
     """Another one finishes meanwhile; woken, the commit of the first is refused, and it goes on behind the other's."""
     fill(archived)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from mqlayer.archive import retain
-from mqlayer.archive.lake import export, export_archive, forget_lake, lake_statuses, tables
+from mqlayer.archive import create_snapshot, retain, set_keep_until_exported
+from mqlayer.archive.lake import export, export_archive, forget_lake, lake_statuses, tables, verify_export
 from mqlayer.archive.lake.state import lake_location
 from mqlayer.archive.lake.tables import LakeTable
+from mqlayer.archive.parquet_export import export_snapshot
 from mqlayer.errors import ArchiveBroken, Conflict, InvalidInput, NotFound
 from tests.fixtures.archived import ArchivedTopics
 from tests.fixtures.commands import Commands
 from tests.fixtures.lakes import archived_ids, archived_outcome_ids, ids, outcome_ids
 from tests.fixtures.missing_tools import import_or_leave_out
+from tests.fixtures.variants import some_of
 from tests.proof.runtimes import runtime_of
 
 import_or_leave_out("deltalake")
@@ -44,7 +47,9 @@ def test_an_export_has_what_the_archive_had_and_goes_on_from_there(archived: Arc
     assert outcome_ids(lake) == archived_outcome_ids(archived)
     row = next(row for row in LakeTable(str(lake), "records").delta.to_pyarrow_table().to_pylist() if row["key"] == "ä")
     assert (row["body"], row["tags"], dict(row["headers"])) == (b"\x00\xff", ["eu"], {"x": "ä", "n": "\0"})
-    assert all((file["partition.day"], file["partition.partition"]) for file in LakeTable(str(lake), "records").files("orders"))
+    assert all(
+        (file["partition.day"], file["partition.partition"]) for file in LakeTable(str(lake), "records").files("orders")
+    )
 
 
 def test_a_commit_has_few_rows_and_whole_batches(
@@ -106,8 +111,6 @@ def test_a_column_of_a_later_release_is_null_in_older_rows(
 
 
 def test_days_that_were_dropped_before_their_export_stop_it(archived: ArchivedTopics, tmp_path: Path) -> None:
-    import datetime as dt
-
     runtime, lake = runtime_of(archived.database), str(tmp_path / "lake")
     archived.put("a", age_days=9)
     archived.put("a", age_days=8)
@@ -165,3 +168,103 @@ def test_the_commands_export_list_and_forget(
     assert (found["topic"], found["batch"], found["batches_behind"]) == ("orders", 1, 0)
     assert "would be forgotten" in run.text("archive", "forget-export", lake)
     assert "forgotten" in run.text("archive", "forget-export", lake, "--yes")
+
+
+def test_an_export_is_verified_against_the_archive_and_says_what_differs(
+    archived: ArchivedTopics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, lake = runtime_of(archived.database), str(tmp_path / "lake")
+    fill(archived)
+    export_archive(runtime, lake)
+    found = verify_export(runtime, lake)
+    assert (found.records, found.outcomes) == ({"orders": 15}, {"orders": 2})
+    assert verify_export(runtime, lake, whole=True).files == {"orders": 0}
+    monkeypatch.setattr(tables, "SMALL_FILES", 2)
+    fill(archived)
+    assert export_archive(runtime, lake).compacted > 0
+    found = verify_export(runtime, lake)
+    assert (found.records, found.files) == ({"orders": 15}, {"orders": 2}), "compacted files are read again"
+    assert [one.verified_batch for one in lake_statuses(archived.database)] == [12]
+    (path,) = (tmp_path / "lake" / "records").rglob(_current(lake))
+    path.write_bytes(path.read_bytes().replace(b"PAR1", b"PAR1", 1)[:-1] + b"2")
+    with pytest.raises(ArchiveBroken, match="changed since"):
+        verify_export(runtime, lake, whole=True)
+
+
+def _current(lake: str) -> str:
+    (file,) = LakeTable(lake, "records").files("orders")
+    return str(file["path"]).rpartition("/")[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    some_of(
+        [
+            ("UPDATE mqlayer_archive.record SET body = 'other' WHERE batch = 2 AND seq = 1", "source 2, LP"),
+            ("DELETE FROM mqlayer_archive.record WHERE batch = 2 AND seq = 1", "the archive has nothing"),
+            ("UPDATE mqlayer_archive.record SET key = 'z' WHERE batch = 1", "source 1, LP"),
+            ("UPDATE mqlayer_archive.outcome SET outcome = 'skipped' WHERE batch = 1", "outcomes are there"),
+        ],
+        4,
+    ),
+)
+def test_a_row_that_differs_is_found(archived: ArchivedTopics, tmp_path: Path, change: str, said: str) -> None:
+    runtime, lake = runtime_of(archived.database), str(tmp_path / "lake")
+    fill(archived, 1)
+    export_archive(runtime, lake)
+    archived.connection.execute(change.encode())
+    with pytest.raises(ArchiveBroken, match=said):
+        verify_export(runtime, lake)
+    assert [one.verified_batch for one in lake_statuses(archived.database)] == [0]
+
+
+@pytest.mark.full
+def test_rows_that_a_faulty_compaction_lost_are_found(
+    archived: ArchivedTopics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also verified ones, in files that replaced verified files."""
+    runtime, lake = runtime_of(archived.database), str(tmp_path / "lake")
+    fill(archived)
+    export_archive(runtime, lake)
+    verify_export(runtime, lake)
+    table = LakeTable(lake, "records")
+    table.delta.delete("batch = 2 AND seq = 1")
+    with pytest.raises(ArchiveBroken, match="13 records are there, 15 were verified"):
+        verify_export(runtime, lake)
+
+
+def test_retention_waits_for_a_verified_export_and_then_drops_days_under_snapshots(
+    archived: ArchivedTopics, tmp_path: Path
+) -> None:
+    runtime, lake = runtime_of(archived.database), str(tmp_path / "lake")
+    archived.put("a", "b", age_days=40)
+    archived.put("a")
+    create_snapshot(runtime, "s")
+    assert set_keep_until_exported(runtime, "orders", keep=True)
+
+    def drop() -> list[str]:
+        return [day.result for day in retain(runtime, older_than=dt.timedelta(days=30))]
+
+    assert drop() == ["unexported"]
+    export_archive(runtime, lake)
+    assert drop() == ["unexported"], "no one looked at it yet"
+    verify_export(runtime, lake)
+    assert drop() == ["dropped"]
+    assert archived.rows("SELECT exported_batch FROM mqlayer_archive.snapshot_topic") == [(1,)]
+    with pytest.raises(ArchiveBroken, match="with its export"):
+        export_snapshot(runtime, "s", tmp_path / "out")
+    with pytest.raises(Conflict, match="only this export has days of snapshots: s"):
+        forget_lake(runtime, lake)
+    # A later snapshot begins behind the dropped day.
+    assert create_snapshot(runtime, "later").records == 1
+    assert export_snapshot(runtime, "later", tmp_path / "later").snapshot.records == 1
+    assert not set_keep_until_exported(runtime, "orders", keep=True)
+
+
+def test_without_the_setting_snapshots_keep_their_days(archived: ArchivedTopics, tmp_path: Path) -> None:
+    runtime, lake = runtime_of(archived.database), str(tmp_path / "lake")
+    archived.put("a", age_days=40)
+    create_snapshot(runtime, "s")
+    export_archive(runtime, lake)
+    verify_export(runtime, lake)
+    assert [day.result for day in retain(runtime, older_than=dt.timedelta(days=30))] == ["spared"]

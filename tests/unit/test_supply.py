@@ -30,6 +30,7 @@ EXTRAS_OF = {
         "django",
         "docs",
         "fastapi",
+        "lake",
         "oidc",
         "otel",
         "parquet",

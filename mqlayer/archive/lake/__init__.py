@@ -2,5 +2,14 @@
 
 from mqlayer.archive.lake.export import LakeReport, export_archive
 from mqlayer.archive.lake.state import LakeStatus, forget_lake, lake_statuses
+from mqlayer.archive.lake.verification import LakeCheck, verify_export
 
-__all__ = ["LakeReport", "LakeStatus", "export_archive", "forget_lake", "lake_statuses"]
+__all__ = [
+    "LakeCheck",
+    "LakeReport",
+    "LakeStatus",
+    "export_archive",
+    "forget_lake",
+    "lake_statuses",
+    "verify_export",
+]

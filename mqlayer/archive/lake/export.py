@@ -49,7 +49,7 @@ class LakeReport:
         return sum(self.exported.values())
 
 
-class _Topic(NamedTuple):
+class _ExportTopic(NamedTuple):
     topic_id: int
     name: str
     batch: int
@@ -88,14 +88,14 @@ def export_archive(
     return report
 
 
-def _topics(runtime: Runtime, names: Sequence[str] | None) -> list[_Topic]:
+def _topics(runtime: Runtime, names: Sequence[str] | None) -> list[_ExportTopic]:
     with runtime.control.connection() as connection:
         rows = connection.execute(query("lake_work"), {"topics": None if names is None else list(names)}).fetchall()
     if not rows:
         if names:
             raise NotFound("archived topic", ", ".join(names), "mqlayer archive status shows what there is")
         raise InvalidInput("no topic is archived: mqlayer topic set TOPIC --archived")
-    return [_Topic(*row) for row in rows]
+    return [_ExportTopic(*row) for row in rows]
 
 
 def _compacted(table: LakeTable, topic: str) -> int:
@@ -114,7 +114,7 @@ class _TopicExport:
         address: ReadAddress,
         lake: Lake,
         tables: dict[ArchiveTable, LakeTable],
-        topic: _Topic,
+        topic: _ExportTopic,
         report: LakeReport,
     ) -> None:
         self._runtime, self._address, self._lake = runtime, address, lake

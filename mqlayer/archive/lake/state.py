@@ -59,7 +59,7 @@ def find_lake(database: Database, location: str) -> Lake:
         row = connection.execute(query("lake_find"), {"location": known}).fetchone()
     if row is None:
         raise NotFound("export", known, LIST_HINT)
-    return Lake(*row, known)
+    return Lake(row[0], row[1], known)
 
 
 def ensure_lake(runtime: Runtime, location: str) -> Lake:
@@ -74,7 +74,7 @@ def ensure_lake(runtime: Runtime, location: str) -> Lake:
             write_audit(connection, runtime.actor, "archive export", known["location"], {})
         if row is None:
             raise NotFound("export", known["location"], "it was forgotten meanwhile: try again")
-        return Lake(*row, known["location"])
+        return Lake(row[0], row[1], known["location"])
 
     return runtime.control.transaction(work)
 

@@ -73,7 +73,7 @@ def storage_options(location: str) -> dict[str, str]:
     """Return what an object store needs beside the AWS_… variables, which delta-rs reads itself."""
     if not location.startswith(("s3://", "s3a://")):
         return {}
-    found = {}
+    found: dict[str, str] = {}
     endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("MQLAYER_S3_ENDPOINT")
     if endpoint:
         found |= {"AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": str(endpoint.startswith("http://")).lower()}
@@ -196,6 +196,13 @@ class LakeTable:
         with lake_errors(self.location):
             found = pa.table(self.delta.get_add_actions(flatten=True))
         return list(found.filter(pc.equal(found["partition.topic"], topic)).to_pylist()) if found.num_rows else []
+
+    def file_system(self) -> Any:
+        """Return an Arrow file system with the table's folder as its root."""
+        import pyarrow.fs as pa_fs
+        from deltalake.fs import DeltaStorageHandler
+
+        return pa_fs.PyFileSystem(DeltaStorageHandler(self._address, self._options))
 
     def compact(self, topic: str) -> int:
         """Compact days with many small files of a topic; return how many files went."""

@@ -13,7 +13,7 @@ CREATE TABLE mqlayer_archive.lake (
 );
 
 -- What a lake has of a topic: batches from first_batch to batch. The destination itself says so first: this row follows.
--- Digests add up over rows, in whatever files these are.
+-- Digests add up over rows, modulo 2^60, in whatever files these are.
 CREATE TABLE mqlayer_archive.lake_topic (
     lake_id        int         NOT NULL REFERENCES mqlayer_archive.lake ON DELETE CASCADE,
     topic_id       int         NOT NULL REFERENCES mqlayer.topic,
@@ -23,9 +23,9 @@ CREATE TABLE mqlayer_archive.lake_topic (
     verified_batch bigint      NOT NULL DEFAULT 0,
     verified_at    timestamptz,
     records        bigint      NOT NULL DEFAULT 0,
-    record_digest  numeric     NOT NULL DEFAULT 0,
+    record_digest  bigint      NOT NULL DEFAULT 0,
     outcomes       bigint      NOT NULL DEFAULT 0,
-    outcome_digest numeric     NOT NULL DEFAULT 0,
+    outcome_digest bigint      NOT NULL DEFAULT 0,
     CONSTRAINT lake_topic_key PRIMARY KEY (lake_id, topic_id),
     CONSTRAINT lake_topic_batches CHECK (first_batch >= 1 AND verified_batch BETWEEN 0 AND batch)
 );
@@ -38,7 +38,7 @@ CREATE TABLE mqlayer_archive.lake_file (
     topic_id    int         NOT NULL,
     "table"     text        NOT NULL,
     rows        bigint      NOT NULL,
-    digest      numeric     NOT NULL,
+    digest      bigint      NOT NULL,
     bytes       bigint      NOT NULL,
     sha256      text        NOT NULL,
     verified_at timestamptz NOT NULL DEFAULT clock_timestamp(),
