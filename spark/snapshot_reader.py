@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from pyspark.sql import DataFrame, SparkSession
 
@@ -23,8 +23,11 @@ from mqlayer.postgres.database import Database
 from mqlayer.settings import Settings
 from mqlayer.spark import jdbc
 from mqlayer.spark.chain_check import COLUMNS, check_chain
-from mqlayer.spark.data_source import APPLICATION, bound_source, parts_of
+from mqlayer.spark.data_source import APPLICATION, Exported, bound_source, parts_of
 from mqlayer.spark.parquet_snapshot import ParquetSnapshot
+
+if TYPE_CHECKING:
+    from mqlayer.spark.lake_snapshot import LakeFrames
 
 ReadMethod = Literal["jdbc", "python"]
 METHODS: Final = ("jdbc", "python")
@@ -44,12 +47,13 @@ def read_snapshot(
     method: ReadMethod | None = None,
     partitions: int | None = None,
     check: bool = False,
+    export: str | None = None,
 ) -> DataFrame:
     """Return a snapshot's records, outcomes or lineage; every read gives the same rows.
 
     `dsn`: default MQLAYER_DSN. `columns`: only these, in this order. `method`: default JDBC if a driver and host allow
     it, else Python. `partitions`: most tasks. `check`: first prove by another read that each seq of the cut is there
-    once.
+    once. `export`: an export's location: its batches are read there, the others here.
 
     Raises ArchiveBroken (`check`), NotFound, InvalidInput for a wrong option.
     """
@@ -60,7 +64,12 @@ def read_snapshot(
         raise InvalidInput(f"option method: there is no {method!r}; choose one of {', '.join(METHODS)}")
     address = read_address(dsn or Settings().control_dsn())
     how = _method(spark, method, address)
-    return selection.read(_DatabaseSnapshot(spark, name, address, how, partitions or _parallelism(spark)), name)
+    source = DatabaseSnapshot(spark, name, address, how, partitions or _parallelism(spark))
+    if export is not None:
+        from mqlayer.spark.lake_snapshot import LakeFrames
+
+        return selection.read(LakeFrames(spark, source, name, export), name)
+    return selection.read(source, name)
 
 
 def read_export(
@@ -89,13 +98,15 @@ class _Selection(NamedTuple):
         known = check_table(table)
         return cls(known, chosen_columns(known, None if columns is None else list(columns)), check)
 
-    def read(self, source: ParquetSnapshot | _DatabaseSnapshot, name: str) -> DataFrame:
+    def read(self, source: ParquetSnapshot | DatabaseSnapshot | LakeFrames, name: str) -> DataFrame:
         if self.check:
             check_chain(source.frame("records", chosen_columns("records", list(COLUMNS))), source.cut(), name=name)
         return source.frame(self.table, self.columns)
 
 
-class _DatabaseSnapshot:
+class DatabaseSnapshot:
+    """A snapshot in Postgres."""
+
     def __init__(self, spark: SparkSession, name: str, address: ReadAddress, method: str, partitions: int) -> None:
         self._spark, self._name, self._address, self._method, self._partitions = (
             spark,
@@ -104,13 +115,14 @@ class _DatabaseSnapshot:
             method,
             partitions,
         )
-        with self._database() as database:
+        with self.database() as database:
             self._id = find_snapshot(database, name).snapshot_id
 
-    def frame(self, table: ArchiveTable, columns: Mapping[str, str]) -> DataFrame:
+    def frame(self, table: ArchiveTable, columns: Mapping[str, str], exported: Exported | None = None) -> DataFrame:
+        """Return a table's columns; `exported`: without what an export has."""
         if self._method == "jdbc":
-            with self._database() as database:
-                statement, conditions = parts_of(database, self._id, table, self._partitions)
+            with self.database() as database:
+                statement, conditions = parts_of(database, self._id, table, self._partitions, exported)
                 width = sample_width(database, self._id)
             return jdbc.snapshot_frame(
                 self._spark,
@@ -120,18 +132,23 @@ class _DatabaseSnapshot:
                 columns=columns,
                 conditions=conditions,
                 width=width,
+                exported=exported.upto if exported else {},
             )
         options = {"snapshot": self._name, "table": table, "columns": ",".join(columns)}
+        if exported is not None:
+            options["exported"] = exported.as_option()
         # Spark resolves the registered name only while it makes the frame.
         with _registering:
             _register(self._spark, self._address, BOUND)
             return self._spark.read.format(BOUND).options(**options, partitions=str(self._partitions)).load()
 
     def cut(self) -> list[SeqRange]:
-        with self._database() as database:
+        """Return the snapshot's seq ranges."""
+        with self.database() as database:
             return snapshot_cut(database, self._id)
 
-    def _database(self) -> Database:
+    def database(self) -> Database:
+        """Return the database."""
         return Database(self._address.conninfo(application=APPLICATION))
 
 

@@ -787,7 +787,6 @@ CREATE TABLE mqlayer.redrive (
     blocked_by  text,
     started_at  timestamptz      NOT NULL DEFAULT clock_timestamp(),
     ended_at    timestamptz,
-    from_export text,
     CONSTRAINT redrive_kind CHECK (kind IN ('redrive', 'keep', 'release', 'discard', 'replay', 'backfill')),
     CONSTRAINT redrive_state CHECK (state IN ('planned', 'running', 'done', 'cancelled')),
     CONSTRAINT redrive_rate CHECK (per_s >= 0::double precision AND per_s <= '100000000000'::numeric::double precision),
@@ -831,8 +830,7 @@ CREATE TABLE mqlayer.redrive (
     CONSTRAINT redrive_texts CHECK (octet_length(actor) <= 4096 AND octet_length(worker) <= 1024
         AND octet_length(blocked_by) <= 65536 AND octet_length(name) <= 65536 AND octet_length(reason) <= 65536),
     CONSTRAINT redrive_documents CHECK (octet_length(bounds::text) <= 1000000
-        AND octet_length(results::text) <= 1000000),
-    CONSTRAINT redrive_from_export CHECK (octet_length(from_export) <= 1024)
+        AND octet_length(results::text) <= 1000000)
 );
 CREATE INDEX redrive_running ON mqlayer.redrive (redrive_id) WHERE state = 'running';
 CREATE UNIQUE INDEX redrive_one_replay ON mqlayer.redrive (group_id) WHERE state = 'running'
@@ -1696,3 +1694,5 @@ CREATE FUNCTION mqlayer_app.publish_further_v1(p_topic text, p_key text, p_body 
     RETURNS bigint SECURITY DEFINER;
 CREATE FUNCTION mqlayer_app.publish_v2(p_topic text, p_key text, p_body bytea, p_headers jsonb DEFAULT NULL)
     RETURNS bigint SECURITY DEFINER;
+CREATE FUNCTION mqlayer_app.fence_many_v2(p_group_id bigint, p_lps smallint[], p_source_ids bigint[], p_keys text[],
+    p_seqs bigint[], p_epochs bigint[], p_replays int[], OUT answers text[], OUT epochs bigint[]) SECURITY DEFINER;

@@ -22,15 +22,15 @@ from mqlayer.autopilot.journal import (
 )
 from mqlayer.autopilot.judging import (
     FAILED_LIMIT,
-    UNHELPFUL_LIMIT,
     ChangeToJudge,
     Judgement,
     facts_before,
     judge,
+    stop_reason,
 )
 from mqlayer.autopilot.loads import TIMES, Times
 from mqlayer.autopilot.measuring import note_capacities, read_auto_topics, take_load_samples, with_lp_loads
-from mqlayer.autopilot.rules import RULES, decide, partitions_to_sample
+from mqlayer.autopilot.rules import RULES, decide_by_samples
 from mqlayer.autopilot.verdicts import AutoRule, Proposal
 from mqlayer.errors import Conflict, InvalidInput, MqlayerError, NotFound
 from mqlayer.failpoints import failpoint
@@ -101,10 +101,10 @@ def _note_judgement(connection: Connection, topic: AutoTopic, change: ChangeToJu
     said = {"topic": topic.topic, "change": change.change_id, "helped": judgement.helped, "reason": judgement.reason}
     log.info("route_change_judged", extra=said)
     failpoint("auto.before_judge_commit")
-    if judgement.helped is not False or unhelpful < UNHELPFUL_LIMIT:
-        return False
-    _stop(connection, topic, f"{unhelpful} changes in a row did not help: {judgement.reason}")
-    return True
+    reason = stop_reason(judgement, unhelpful)
+    if reason:
+        _stop(connection, topic, reason)
+    return bool(reason)
 
 
 def _count(connection: Connection, topic: AutoTopic, *, failed: str, unhelpful: str = "keep") -> tuple[int, int]:
@@ -122,10 +122,9 @@ def _act(
     runtime: Runtime, topic: AutoTopic, cluster: AutoCluster, times: Times, rules: Sequence[AutoRule]
 ) -> Proposal | None:
     """Decide and change; return the change."""
-    candidates = partitions_to_sample(topic, times.again_s)
-    if candidates:
-        topic = with_lp_loads(runtime, topic, candidates, times)
-    decision = decide(topic, cluster, rules)
+    topic, decision = decide_by_samples(
+        topic, cluster, rules, times.again_s, lambda whole, parts: with_lp_loads(runtime, whole, parts, times)
+    )
     sampled = {one.partition for one in topic.partitions if one.loads is not None}
     for refused in (one for one in decision.refused if sampled & {*one.partitions}):
         note_verdict(runtime.control, topic, "refused", refused, _facts_of(topic, refused.partitions, 1.0))

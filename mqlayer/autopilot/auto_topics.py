@@ -95,6 +95,12 @@ class AutoTopic:
         return capacity_of(self.policy, self.state)[0]
 
     @property
+    def limit_per_s(self) -> float | None:
+        """The most that a group with a backlog settled of one partition, None: no group had one."""
+        limits = [one.figures.limit_per_s for one in self.partitions if one.figures.limit_per_s is not None]
+        return min(1e9, max(1.0, *limits)) if limits else None
+
+    @property
     def lag(self) -> int:
         """Messages left to the slowest groups in open partitions."""
         return sum(one.figures.lag for one in self.partitions)

@@ -69,6 +69,13 @@ def judge(topic: AutoTopic, change: ChangeToJudge, times: Times) -> Judgement | 
     return _judged(topic, change, parts)
 
 
+def stop_reason(judgement: Judgement, unhelpful: int) -> str:
+    """Return why the autopilot stops itself after so many changes in a row that did not help, '' if it goes on."""
+    if judgement.helped is not False or unhelpful < UNHELPFUL_LIMIT:
+        return ""
+    return f"{unhelpful} changes in a row did not help: {judgement.reason}"
+
+
 def _judged(topic: AutoTopic, change: ChangeToJudge, parts: Sequence[AutoPartition]) -> Judgement:
     all_per_s, heaviest_per_s = sum(one.per_s for one in parts), max(one.per_s for one in parts)
     after = {

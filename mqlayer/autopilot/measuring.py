@@ -159,10 +159,9 @@ def note_capacities(database: Database, topics: Iterable[AutoTopic]) -> list[Aut
 
 
 def _with_capacity(database: Database, topic: AutoTopic) -> AutoTopic:
-    limits = [one.figures.limit_per_s for one in topic.partitions if one.figures.limit_per_s is not None]
-    if not limits:
+    per_s = topic.limit_per_s
+    if per_s is None:
         return topic
-    per_s = min(1e9, max(1.0, *limits))
     if per_s != topic.state.measured_per_s:
         with database.connection() as connection:
             connection.execute(query("route_capacity_put"), {"topic_id": topic.topic_id, "per_s": per_s})

@@ -5,7 +5,7 @@ A rule of another kind is a function of the same shape in a module of its own, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -145,6 +145,20 @@ def decide(topic: AutoTopic, cluster: AutoCluster, rules: Sequence[AutoRule] = R
         if wanted is None:
             wanted, why = verdict, held
     return AutoDecision(None, wanted, why, tuple(refused))
+
+
+def decide_by_samples(
+    topic: AutoTopic,
+    cluster: AutoCluster,
+    rules: Sequence[AutoRule],
+    again_s: float,
+    sample: Callable[[AutoTopic, Sequence[AutoPartition]], AutoTopic],
+) -> tuple[AutoTopic, AutoDecision]:
+    """Decide once `sample` counted the LPs of the partitions that a split has to know; return the topic with these."""
+    candidates = partitions_to_sample(topic, again_s)
+    if candidates:
+        topic = sample(topic, candidates)
+    return topic, decide(topic, cluster, rules)
 
 
 def _is_whole(wanted: Proposal) -> bool:

@@ -62,6 +62,9 @@ class JobRequest(NamedTuple):
 
 def add_to(app: typer.Typer) -> None:
     """Add commands."""
+    from mqlayer.cli.what_if import add_what_if
+
+    add_what_if(analytics)
     app.add_typer(analytics, name="analytics")
 
 

@@ -71,8 +71,13 @@ def run(connection: Any, statements: Statements[T]) -> T:
                 statement.work()
                 row = ()
             else:
-                with caller_errors(connection):
+                try:
                     row = run_one(connection, statement)
+                except Exception as error:
+                    own = _own_error(connection, error)
+                    if own is None:
+                        raise
+                    raise own from error
             statement = statements.send(row)
     except StopIteration as end:
         result: T = end.value
@@ -103,6 +108,8 @@ async def run_async(connection: Any, statements: Statements[T]) -> T:
 
 def run_one(connection: Any, statement: Statement) -> Row:
     """Run a statement and return its one row. Driver errors pass."""
+    if isinstance(connection, psycopg.Connection):
+        return _run_on_psycopg(connection, statement)
     if isinstance(connection, StandIn) and not connection.asynchronous:
         return connection.answer(statement)
     if statement.in_transaction:
@@ -112,6 +119,18 @@ def run_one(connection: Any, statement: Statement) -> Row:
         cursor.execute(*arguments_on(connection, statement))
         row = cursor.fetchone()
     return tuple(row.values()) if isinstance(row, dict) else tuple(row)
+
+
+def _run_on_psycopg(connection: psycopg.Connection[Any], statement: Statement) -> Row:
+    # The checks as below, by libpq itself: they are a third of a fence's price otherwise.
+    session = connection.pgconn
+    alone = connection.autocommit and session.transaction_status == TransactionStatus.IDLE
+    if statement.in_transaction and (alone or _databases_of_tests):
+        check_in_transaction(connection)
+    if session.parameter_status(b"client_encoding") == b"SQL_ASCII":
+        raise _refused_encoding()
+    cursor = connection.cursor(row_factory=psycopg.rows.tuple_row)
+    return cursor.execute(statement.text, statement.parameters).fetchone() or ()
 
 
 async def run_one_async(connection: Any, statement: Statement) -> Row:
@@ -163,7 +182,11 @@ def _check_encoding(connection: Any) -> None:
         # It says UTF8 whenever it connects.
         return
     if driver is not None and driver.info.parameter_status("client_encoding") == "SQL_ASCII":
-        raise InvalidInput(f"client_encoding is SQL_ASCII: {_SET_ENCODING}")
+        raise _refused_encoding()
+
+
+def _refused_encoding() -> InvalidInput:
+    return InvalidInput(f"client_encoding is SQL_ASCII: {_SET_ENCODING}")
 
 
 def driver_connection(connection: Any) -> Any:
@@ -267,13 +290,18 @@ def caller_errors(connection: Any) -> Iterator[None]:
     """Turn driver errors, also wrapped ones, into mqlayer's."""
     try:
         yield
-    except UnicodeEncodeError as error:
-        raise InvalidInput(f"the session's client_encoding can't hold a text: {_SET_ENCODING}") from error
     except Exception as error:
-        cause = driver_error_in(error)
-        if cause is None:
+        own = _own_error(connection, error)
+        if own is None:
             raise
-        raise translate(cause, _address(connection)) from error
+        raise own from error
+
+
+def _own_error(connection: Any, error: Exception) -> Exception | None:
+    if isinstance(error, UnicodeEncodeError):
+        return InvalidInput(f"the session's client_encoding can't hold a text: {_SET_ENCODING}")
+    cause = driver_error_in(error)
+    return None if cause is None else translate(cause, _address(connection))
 
 
 def driver_error_in(error: BaseException) -> psycopg.Error | None:

@@ -82,20 +82,22 @@ class AsyncProducer(ProducerBase):
         engine = self._engine
         deadline, eager = engine.begin(timeout_s, on_backlog)
         listener = LoopListener(1, self._inbox)
-        placed, queues = None, None if self._turns else engine.known_topic(topic)
+        queues, placed = None if self._turns else engine.known_topic(topic), None
         if queues is not None:
-            placed = pending_send_of(message, queues, listener, deadline, engine.rng, eager=eager)
+            placed = pending_send_of(message, queues, deadline, engine.rng, eager=eager)
+            placed[1].listener = listener
         if queues is None or placed is None or not self._accepts(queues, [placed]):
             async with self._my_turn(deadline):
                 queues = await self._topic(topic)
-                placed = pending_send_of(message, queues, listener, deadline, engine.rng, eager=eager)
+                placed = pending_send_of(message, queues, deadline, engine.rng, eager=eager)
+                placed[1].listener = listener
                 await self._accept(queues, [placed], deadline)
         pending = placed[1]
         await self._settled(listener, [pending], deadline)
         if pending.outcome is None:
-            promise = engine.guarded.promise(pending)
-            if promise is not None:
-                raise unknown_outcome(pending, future=promise.future)
+            future = engine.guarded.future(pending)
+            if future is not None:
+                raise unknown_outcome(pending, future=future)
         return receipt_of(pending)
 
     @explain

@@ -25,7 +25,7 @@ from mqlayer.producing.metadata_refresher import NODE_POLL_S, ROUTE_AGE_S, Metad
 from mqlayer.producing.options import OnBacklog, ProducerOptions
 from mqlayer.producing.record_lookup import RecordLookup
 from mqlayer.producing.scheduler import Scheduler
-from mqlayer.producing.send_queues import Listener, PendingSend, TopicQueues
+from mqlayer.producing.send_queues import PendingSend, TopicQueues
 from mqlayer.producing.send_spans import send_spans
 from mqlayer.producing.sources import ProducerSources, open_source
 from mqlayer.redis.access import use_access
@@ -39,12 +39,27 @@ log = event_logger(__name__)
 STOP_S: Final = 15.0
 
 
+class Forks:
+    """Counts this process's forks from its first ancestor: read for each message, a process id costs a system call."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        os.register_at_fork(after_in_child=self.forked)
+
+    def forked(self) -> None:
+        """Note that this process is a child."""
+        self.count += 1
+
+
+forks: Final = Forks()
+
+
 class ProducerEngine:
     """One incarnation: in-flight store, senders, background jobs."""
 
     def __init__(self, settings: Settings, name: str, options: ProducerOptions) -> None:
         self.options, self.rng, self._eager = options, random.Random(), options.is_eager(None)
-        self._pid, self._timeout_s = os.getpid(), settings.delivery_timeout_s
+        self._pid, self._forks, self._timeout_s = os.getpid(), forks.count, settings.delivery_timeout_s
         self.spans = send_spans(tracing_of(settings))
         self._runtime = Runtime(Database(settings.control_dsn(), application="mqlayer producer"), settings)
         presence = Presence(self._runtime.control, "producer", name, self._runtime.in_force)
@@ -79,7 +94,7 @@ class ProducerEngine:
     @property
     def is_forked(self) -> bool:
         """Whether this process is a child of its maker."""
-        return self._pid != os.getpid()
+        return self._forks != forks.count
 
     @property
     def stats(self) -> ProducerStats:
@@ -100,7 +115,7 @@ class ProducerEngine:
 
     def known_topic(self, name: str) -> TopicQueues | None:
         """Return a topic, None if unread. Raises ProducerClosed."""
-        if self._pid != os.getpid():
+        if self._forks != forks.count:
             self.check_process()
         if self.guarded.closed:
             raise ProducerClosed(self.guarded.closed_because)
@@ -119,14 +134,14 @@ class ProducerEngine:
         self,
         topic: str,
         message: Message,
-        listener: Listener | None,
         timeout_s: float | None,
         on_backlog: OnBacklog | None,
     ) -> tuple[TopicQueues, Lp, PendingSend]:
         """Check a message and find its queue: return its topic, LP and pending send. Raises as `begin` and `topic`."""
         deadline, eager = self.begin(timeout_s, on_backlog)
-        queues = self.topic(topic)
-        return queues, *pending_send_of(message, queues, listener, deadline, self.rng, eager=eager)
+        queues = self.known_topic(topic) or self._metadata.topic(topic)
+        lp, pending = pending_send_of(message, queues, deadline, self.rng, eager=eager)
+        return queues, lp, pending
 
     def begin_end(self) -> None:
         """Accept no more messages; a refusal of this code may have come before."""

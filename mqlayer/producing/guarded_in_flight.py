@@ -14,7 +14,7 @@ from mqlayer.producing.append_answers import AppendAnswer
 from mqlayer.producing.append_batch import AppendBatch, next_batch
 from mqlayer.producing.follow_ups import ProducerJob
 from mqlayer.producing.in_flight import InFlight
-from mqlayer.producing.listeners import ReceiptPromise, callback, notify_all
+from mqlayer.producing.listeners import ReceiptFuture, callback, notify_all
 from mqlayer.producing.send_queues import Listener, NodeQueue, PendingSend, TopicQueues
 
 CLOSED: Final = "it is closed"
@@ -32,7 +32,7 @@ class GuardedInFlight:
         self.closed, self.closed_because = False, CLOSED
         self.on_freed: Callable[[], None] | None = None
         """Called with the lock held when something was settled."""
-        self._in_flight, self._schedule = in_flight, schedule
+        self._in_flight, self._schedule, self._offer = in_flight, schedule, in_flight.queues.offer
         self._follow_ups, self._capacity, self._losses = in_flight.follow_ups, in_flight.capacity, in_flight.losses
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -83,15 +83,14 @@ class GuardedInFlight:
             self.closed, self.closed_because = True, self.closed_because if self.closed else reason
             self._changed.notify_all()
 
-    def promise(self, pending: PendingSend) -> ReceiptPromise | None:
+    def future(self, pending: PendingSend) -> ReceiptFuture | None:
         """Have a future report a send, and wake its sender; None if it is settled."""
         with self as in_flight:
             if pending.outcome is not None:
                 return None
-            promise = ReceiptPromise(self.withdraw_refused)
-            pending.listener, promise.pending = promise, pending
+            future = pending.listener = ReceiptFuture(self.withdraw_refused, pending)
             in_flight.wake_for(pending)
-        return promise
+        return future
 
     def withdraw_refused(self, pending: PendingSend) -> bool:
         """Withdraw a refused send certainly not stored; else False."""
@@ -107,12 +106,12 @@ class GuardedInFlight:
         # As `with self` lends it, but cheaper: it runs for every message.
         self._lock.acquire()
         try:
-            in_flight, now = self._in_flight, time.monotonic()
-            if self.closed or not in_flight.offer(topic, lp, pending, now):
+            now = time.monotonic()
+            if self.closed or pending.eager or not self._offer(topic, lp, pending, now):
                 self.wait_for_room(1, pending.size, min(pending.deadline, now + ROOM_TIMEOUT_S))
-                in_flight.accept(topic, lp, pending, time.monotonic())
+                self._in_flight.accept(topic, lp, pending, time.monotonic())
             if wake:
-                in_flight.wake_for(pending)
+                self._wake[pending.queue.partition_queue.node]()
         finally:
             self.give_back()
 

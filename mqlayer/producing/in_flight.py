@@ -89,14 +89,6 @@ class InFlight:
         if pending.eager:
             self.settlement.refuse_eager(pending, now)
 
-    def offer(self, topic: TopicQueues, lp: Lp, pending: PendingSend, now: float) -> bool:
-        """`accept` a pending send if there is room; else return False."""
-        if not self.queues.offer(topic, lp, pending, now):
-            return False
-        if pending.eager:
-            self.settlement.refuse_eager(pending, now)
-        return True
-
     def wake_for(self, pending: PendingSend) -> None:
         """Have the sender of a pending send look for work."""
         # Accepting may have diverted it to another queue.

@@ -20,13 +20,10 @@ class LargeBodyWriter:
 
     def __init__(self, settings: Settings) -> None:
         self._options = LargeBodyOptions.of(settings)
+        self.on = self._options.on
+        """Whether large bodies are stored."""
         self._settings = settings
         self._database: Database | None = None
-
-    @property
-    def on(self) -> bool:
-        """Whether large bodies are stored."""
-        return self._options.on
 
     def close(self) -> None:
         """Disconnect."""

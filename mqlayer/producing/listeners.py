@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures._base import FINISHED, PENDING, RUNNING
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from mqlayer.errors import InvalidInput, MqlayerError
 from mqlayer.logs import event_logger
+from mqlayer.producing.outcomes import Appended
 from mqlayer.producing.receipts import Receipt, receipt_of
 from mqlayer.producing.send_queues import Listener, PendingSend
 
@@ -22,21 +23,27 @@ _MADE_LATE: Final[Mapping[str, Callable[[], object]]] = {
 }
 # Reentrant: what the garbage collector ends meanwhile may touch another future.
 _sharing = threading.RLock()
-"""Held to make a future's condition, and to settle one without."""
+"""Held to make a future's condition, and to settle those without."""
 
 
-class ReceiptFuture(Future[Receipt]):
-    """A future of a receipt."""
+class ReceiptFuture(Future[Receipt], Listener):
+    """A future of a receipt, and its message's listener."""
 
-    # As `Future.__init__` sets them. `__getattr__` makes the others when they are first used: a condition is a dozen
-    # objects, and costs more than the rest of a send.
-    _state = PENDING
-    _result: Receipt | None = None
-    _exception: BaseException | None = None
-    _is_shared = False
+    # One object for each message: the garbage collector's work grows with their number. `Future.__init__` would make a
+    # condition, a dozen objects: `__getattr__` makes it when a thread first waits, and the receipt when it is read.
+    __slots__ = (
+        "_condition", "_done_callbacks", "_exception", "_is_shared", "_pending", "_receipt", "_state", "_waiters",
+        "_withdraw",
+    )  # fmt: skip
 
-    def __init__(self, promise: ReceiptPromise) -> None:
-        self._promise: ReceiptPromise | None = promise
+    def __init__(self, withdraw: Callable[[PendingSend], bool], pending: PendingSend | None = None) -> None:
+        self.remaining = 1
+        self._state = PENDING
+        self._is_shared = False
+        self._withdraw = withdraw
+        self._pending = pending
+        self._receipt: Receipt | None = None
+        self._exception: BaseException | None = None
 
     def __getattr__(self, name: str) -> Any:
         make = _MADE_LATE.get(name)
@@ -44,13 +51,30 @@ class ReceiptFuture(Future[Receipt]):
             raise AttributeError(name)
         with _sharing:
             self._is_shared = True
-            return self.__dict__.setdefault(name, make())
+            try:
+                return object.__getattribute__(self, name)
+            except AttributeError:
+                made = make()
+                setattr(self, name, made)
+                return made
+
+    # The base class reads and writes it.
+    @property
+    def _result(self) -> Receipt | None:
+        pending = self._pending
+        if pending is None or type(pending.outcome) is not Appended:
+            return self._receipt
+        return receipt_of(pending)
+
+    @_result.setter
+    def _result(self, result: Receipt | None) -> None:
+        self._receipt = result
 
     def set_result(self, result: Receipt) -> None:
         """Set the receipt."""
         with _sharing:
             if not self._is_shared:
-                # Nobody waits, nor can begin to before the state is set.
+                # No thread waits, nor can begin to before the state is set.
                 self._result = result
                 self._state = FINISHED
                 return
@@ -58,8 +82,8 @@ class ReceiptFuture(Future[Receipt]):
 
     def result(self, timeout: float | None = None) -> Receipt:
         """Return the receipt, or raise its error."""
-        if self._state == FINISHED and self._result is not None:
-            return self._result
+        if self._state == FINISHED and self._exception is None:
+            return cast("Receipt", self._result)
         return super().result(timeout)
 
     def done(self) -> bool:
@@ -68,49 +92,36 @@ class ReceiptFuture(Future[Receipt]):
 
     def cancel(self) -> bool:
         """Withdraw the message; False if in flight, stored or failed."""
-        promise = self._promise
-        if promise is None or not promise.withdrawn():
+        pending = self._pending
+        if pending is None or not self._withdraw(pending):
             return self.cancelled()
-        self._promise = None
+        self._pending = None
         super().cancel()
         # This notifies `concurrent.futures.wait` and `as_completed`.
         self.set_running_or_notify_cancel()
         return True
 
-    def forget(self) -> None:
-        """Drop the promise."""
-        self._promise = None
-
-
-class ReceiptPromise(Listener):
-    """A single message's future."""
-
-    __slots__ = ("_withdraw", "future", "pending")
-
-    def __init__(self, withdraw: Callable[[PendingSend], bool]) -> None:
-        super().__init__(1)
-        self.future = ReceiptFuture(self)
-        self._withdraw = withdraw
-        self.pending: PendingSend | None = None
-
-    def withdrawn(self) -> bool:
-        """Withdraw the message, if possible."""
-        pending = self.pending
-        if pending is None or not self._withdraw(pending):
+    def settle_unwatched(self) -> bool:
+        """Settle a stored message's, unless a thread waits; call with `_sharing` held."""
+        pending = self._pending
+        if self._is_shared or pending is None or type(pending.outcome) is not Appended:
             return False
-        self.pending = None
+        pending.listener = None
+        self._state = FINISHED
         return True
 
     def notify(self) -> None:
-        """Set the future."""
-        pending, self.pending = self.pending, None
-        self.future.forget()
+        """Settle it."""
+        pending = self._pending
         if pending is None:
             return
+        pending.listener = None
         if isinstance(pending.outcome, MqlayerError):
-            self.future.set_exception(pending.outcome)
+            self._pending = None
+            self.set_exception(pending.outcome)
         else:
-            self.future.set_result(receipt_of(pending))
+            self._pending = None
+            self.set_result(receipt_of(pending))
 
 
 class BatchListener(Listener):
@@ -180,10 +191,16 @@ def notify_all(listeners: Sequence[Listener]) -> None:
     """Notify listeners, without the lock: application callbacks run here."""
     before, callback.now = callback.now, True
     try:
-        for listener in listeners:
+        for listener in _unwatched(listeners):
             listener.notify()
     finally:
         callback.now = before
+
+
+def _unwatched(listeners: Sequence[Listener]) -> Sequence[Listener]:
+    """Settle the futures that no thread waits for, all at once; return the other listeners."""
+    with _sharing:
+        return [one for one in listeners if type(one) is not ReceiptFuture or not one.settle_unwatched()]
 
 
 def check_may_wait() -> None:

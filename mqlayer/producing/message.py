@@ -15,7 +15,7 @@ from mqlayer.domain.message import encode_facts
 from mqlayer.domain.names import check_body, check_headers, encode_key
 from mqlayer.domain.routing import Lp, lp_of, random_lp
 from mqlayer.domain.tags import tags_text
-from mqlayer.producing.send_queues import NO_KEY_BULK, Listener, PendingSend, TopicQueues
+from mqlayer.producing.send_queues import NO_KEY_BULK, PendingSend, TopicQueues
 from mqlayer.redis.wire import LINE_END, bulk, bulk_head
 
 Body = AnyBody
@@ -41,19 +41,22 @@ class ReferenceMessage(Message, frozen=True, gc=False):
 
 
 def pending_send_of(
-    message: Message, topic: TopicQueues, listener: Listener | None, deadline: float, rng: random.Random, *, eager: bool
+    message: Message, topic: TopicQueues, deadline: float, rng: random.Random, *, eager: bool
 ) -> tuple[Lp, PendingSend]:
     """Return a message's LP and pending send. Raises for invalid input."""
     key, dedup_id = message.key, message.dedup_id
     lp, key_bulk = (random_lp(rng), NO_KEY_BULK) if key is None else lp_and_key(key)
-    body = whole_body(topic.name, message.body, topic.route.body_limit)
+    body, limit = message.body, topic.body_limit
+    if type(body) is not bytes or len(body) > limit:
+        body = whole_body(topic.name, body, limit)
     at_ms = time.time_ns() // 1_000_000
     if message.headers or message.tags or type(message) is not Message:
         facts = facts_bulk(at_ms, message.headers, message.tags, reference_of(message))
     else:
         facts = _plain_facts(at_ms)
-    size = len(facts) + len(key_bulk) + len(body)
-    pending = PendingSend(chunks_of(facts, key_bulk, body), 1, size, deadline, listener, eager=eager)
+    length = len(body)
+    size = len(facts) + len(key_bulk) + length
+    pending = PendingSend((facts, key_bulk, bulk_head(length), body, LINE_END), 1, size, deadline, None, eager=eager)
     if dedup_id is not None:
         lp, pending.token = lp_and_token(key, dedup_id, lp)
     return lp, pending

@@ -13,7 +13,7 @@ from mqlayer.logs import event_logger
 from mqlayer.producing.bulk_send import BulkSend, send_singly
 from mqlayer.producing.engine import ProducerBase
 from mqlayer.producing.in_flight import ProducerStats
-from mqlayer.producing.listeners import OnewayListener, ReceiptPromise, callback, check_may_wait
+from mqlayer.producing.listeners import OnewayListener, ReceiptFuture, callback, check_may_wait
 from mqlayer.producing.message import Body, Message, pending_send_of
 from mqlayer.producing.message_bulk import MessageBulk
 from mqlayer.producing.options import OnBacklog
@@ -47,6 +47,7 @@ class Producer(ProducerBase):
         self._engine = self._open_engine()
         self._guarded = self._engine.guarded
         self._oneway = OnewayListener()
+        self._withdraw = self._guarded.withdraw_refused
 
     def send(
         self,
@@ -85,7 +86,7 @@ class Producer(ProducerBase):
 
     def _send(self, topic: str, message: Message, timeout_s: float | None, on_backlog: OnBacklog | None) -> Receipt:
         engine = self._engine
-        queues, lp, pending = engine.prepare(topic, message, None, timeout_s, on_backlog)
+        queues, lp, pending = engine.prepare(topic, message, timeout_s, on_backlog)
         # Without a listener no thread is woken for it: this one sends it, or `await_one` wakes the sender's.
         self._guarded.accept(queues, lp, pending, wake=False)
         engine.senders[pending.queue.partition_queue.node.key].lead(pending)
@@ -137,11 +138,15 @@ class Producer(ProducerBase):
     def _send_async(
         self, topic: str, message: Message, timeout_s: float | None, on_backlog: OnBacklog | None
     ) -> Future[Receipt]:
-        promise = ReceiptPromise(self._guarded.withdraw_refused)
-        queues, lp, pending = self._engine.prepare(topic, message, promise, timeout_s, on_backlog)
-        promise.pending = pending
-        self._guarded.accept(queues, lp, pending, wake=True)
-        return promise.future
+        queues, lp, pending = self._engine.prepare(topic, message, timeout_s, on_backlog)
+        future = pending.listener = ReceiptFuture(self._withdraw, pending)
+        try:
+            self._guarded.accept(queues, lp, pending, wake=True)
+        except BaseException:
+            # It was not queued, and the garbage collector would not find the cycle.
+            pending.listener = None
+            raise
+        return future
 
     def send_oneway(
         self,
@@ -173,7 +178,8 @@ class Producer(ProducerBase):
     def _send_oneway(self, topic: str, message: Message) -> None:
         engine = self._engine
         queues, deadline, eager = engine.topic(topic), engine.deadline(None), engine.options.is_eager(None)
-        lp, pending = pending_send_of(message, queues, self._oneway, deadline, engine.rng, eager=eager)
+        lp, pending = pending_send_of(message, queues, deadline, engine.rng, eager=eager)
+        pending.listener = self._oneway
         try:
             self._guarded.accept(queues, lp, pending, wake=True)
         except ProducerFull as error:

@@ -58,7 +58,10 @@ class ProducerQueues:
 
     def offer(self, topic: TopicQueues, lp: int, pending: PendingSend, now: float) -> bool:
         """`add` a pending send if there is room; else return False."""
-        if not self._capacity.has_room(pending.count, pending.size):
+        capacity = self._capacity
+        if capacity.count and (
+            capacity.count + pending.count > capacity.max_count or capacity.size + pending.size > capacity.max_bytes
+        ):
             return False
         self.add(topic, lp, pending, now)
         return True

@@ -64,28 +64,18 @@ def receipt_of(pending: PendingSend, index: int = 0) -> Receipt:
     """Return a message's receipt, or raise its error."""
     outcome, queue = pending.outcome, pending.queue
     if isinstance(outcome, Appended):
-        partition, offset = outcome.partition, pending.offset + index
-    elif isinstance(outcome, Recovered):
-        partition, known = outcome.positions[index]
-        if known is None:
-            return _receipt(pending, outcome, partition, None, index)
-        offset = known
-    elif isinstance(outcome, Duplicate):
+        identity = Identity(outcome.source, queue.lp, pending.first + index)
+        return Receipt(queue.topic.name, outcome.partition, pending.offset + index, identity, outcome.replicas)
+    if isinstance(outcome, Recovered):
+        partition, offset = outcome.positions[index]
+        identity = Identity(outcome.source, queue.lp, pending.first + index)
+        return Receipt(queue.topic.name, partition, offset, identity, outcome.replicas)
+    if isinstance(outcome, Duplicate):
         topic = queue.topic.name
         return Receipt(topic, outcome.partition, outcome.offset, outcome.identity, outcome.replicas, duplicate=True)
-    elif outcome is None:
+    if outcome is None:
         raise RuntimeError("the pending send is not settled yet")
-    else:
-        raise outcome
-    return _receipt(pending, outcome, partition, offset, index)
-
-
-def _receipt(
-    pending: PendingSend, outcome: Appended | Recovered, partition: int, offset: int | None, index: int
-) -> Receipt:
-    queue = pending.queue
-    identity = Identity(outcome.source, queue.lp, pending.first + index)
-    return Receipt(queue.topic.name, partition, offset, identity, outcome.replicas)
+    raise outcome
 
 
 def unknown_outcome(pending: PendingSend, index: int = 0, future: Future[Receipt] | None = None) -> PublishUnknown:

@@ -253,7 +253,9 @@ class NodeQueue:
 class TopicQueues:
     """A topic's newest known route and used queues."""
 
-    __slots__ = ("best_effort", "name", "queues", "read_at", "rerouting", "route", "table", "waiting_for_route")
+    __slots__ = (
+        "best_effort", "body_limit", "name", "queues", "read_at", "rerouting", "route", "table", "waiting_for_route",
+    )  # fmt: skip
 
     def __init__(self, route: Route, table: list[PartitionQueue], read_at: float) -> None:
         self.name = route.topic
@@ -265,7 +267,7 @@ class TopicQueues:
     def adopt(self, route: Route, table: list[PartitionQueue], read_at: float) -> None:
         """Use a route; queues follow once nothing is in flight."""
         self.route, self.table, self.read_at = route, table, read_at
-        self.best_effort = route.best_effort
+        self.best_effort, self.body_limit = route.best_effort, route.body_limit
 
     @property
     def is_busy(self) -> bool:

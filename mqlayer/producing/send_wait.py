@@ -13,15 +13,15 @@ from mqlayer.producing.send_queues import PendingSend
 
 def await_one(guarded: GuardedInFlight, pending: PendingSend, deadline: float) -> None:
     """Wait for a pending send without a listener. Raises PublishUnknown at the deadline."""
-    promise = guarded.promise(pending)
-    if promise is None:
+    future = guarded.future(pending)
+    if future is None:
         return
     try:
-        promise.future.exception(max(0.0, deadline - time.monotonic()))
+        future.exception(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
         guarded.abandon([pending])
         if pending.outcome is None:
-            raise unknown_outcome(pending, future=promise.future) from None
+            raise unknown_outcome(pending, future=future) from None
 
 
 def await_all(

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack
 from mqlayer.arguments import explain
 from mqlayer.consuming import Batch, BatchMessage, Context
 from mqlayer.consuming.api.batch_messages import BatchKind
-from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition
+from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, key_queue_of
 from mqlayer.domain.message import Identity, ParkedRecord, Record
 from mqlayer.domain.routing import LP_COUNT, NodeId, PartitionId, lp_of
 from mqlayer.errors import InvalidInput
@@ -148,7 +148,7 @@ def batch(
     messages: list[BatchMessage[Any]] = []
     for index, body in enumerate(bodies):
         record = _record(body, topic, key, {})
-        queue = queues.setdefault(record.key, KeyQueue(owned, record.key, record))
+        queue = queues.setdefault(record.key, key_queue_of(owned, record.key, record))
         messages.append(BatchMessage(name, group, _GROUP_ID, queue, record, index))
     made = (MemoryBatch if connection is None else Batch)(kind, name, group, messages)
     for message in messages:

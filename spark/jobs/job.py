@@ -11,6 +11,7 @@ from typing import Any, Final
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
+from mqlayer.autopilot.what_if import WhatIfParams
 from mqlayer.errors import InvalidInput
 from mqlayer.spark.html_report import Section
 
@@ -42,10 +43,11 @@ class SnapshotTables:
 
 @dataclass(frozen=True, slots=True)
 class JobParams:
-    """Partitions to balance for, and the split report's path."""
+    """Partitions to balance for, the split report's path, and what `what-if` tries."""
 
     partitions: int | None = None
     split_report: Path | None = None
+    what_if: WhatIfParams = field(default_factory=WhatIfParams)
 
 
 @dataclass(frozen=True, slots=True)

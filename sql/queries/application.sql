@@ -409,7 +409,7 @@ FROM mqlayer_app.fence_v1(%(group_id)s, %(lp)s::smallint, %(source)s, %(key)s, %
 -- name: fence_many
 -- Check and note the messages of a batch in the effect's own transaction; answers and epochs are in their order.
 SELECT answers, epochs
-FROM mqlayer_app.fence_many_v1(%(group_id)s, %(lps)s::smallint[], %(sources)s::bigint[], %(keys)b::text[],
+FROM mqlayer_app.fence_many_v2(%(group_id)s, %(lps)s::smallint[], %(sources)s::bigint[], %(keys)b::text[],
                                %(seqs)s::bigint[], %(epochs)s::bigint[], %(replays)s::int[]);
 
 -- name: fence_raise

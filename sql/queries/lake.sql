@@ -25,6 +25,22 @@ RETURNING lake_id, lake_uuid::text;
 -- Forget a lake; its files stay.
 DELETE FROM mqlayer_archive.lake WHERE location = %(location)s RETURNING lake_id;
 
+-- name: lake_by_uuid
+-- A lake by what its tables say.
+SELECT lake_id FROM mqlayer_archive.lake WHERE lake_uuid = %(uuid)s::uuid;
+
+-- name: lake_snapshot
+-- The topics of a snapshot, from which batch on a lake has each (null: it has none), up to which one rows may be in lakes
+-- alone, and whether another lake began before.
+SELECT p.topic_id, {topic_name}, p.batch, l.first_batch, p.exported_batch,
+       EXISTS (SELECT FROM mqlayer_archive.lake_topic o
+               WHERE o.topic_id = p.topic_id AND o.lake_id <> l.lake_id AND o.first_batch < l.first_batch
+                 AND o.verified_batch > 0) AS elsewhere
+FROM mqlayer_archive.snapshot_topic p JOIN mqlayer.topic t USING (topic_id)
+LEFT JOIN mqlayer_archive.lake_topic l ON l.topic_id = p.topic_id
+    AND l.lake_id = (SELECT k.lake_id FROM mqlayer_archive.lake k WHERE k.lake_uuid = %(uuid)s::uuid)
+WHERE p.snapshot_id = %(snapshot_id)s ORDER BY p.topic_id;
+
 -- name: lake_needed
 -- Snapshots with days that only lakes have.
 SELECT DISTINCT s.name FROM mqlayer_archive.snapshot s

@@ -90,6 +90,10 @@ SELECT {topic_name}, c.source, c.lp::int, c.first_seq, c.last_seq
 FROM mqlayer_archive.cut c JOIN mqlayer.topic t USING (topic_id)
 WHERE c.snapshot_id = %(snapshot_id)s ORDER BY t.name, c.source, c.lp;
 
+-- name: snapshot_ranges
+-- The cut of a snapshot, by topic id.
+SELECT c.topic_id, c.source, c.lp::int, c.first_seq, c.last_seq FROM mqlayer_archive.cut c WHERE c.snapshot_id = %(snapshot_id)s;
+
 -- name: snapshot_weights
 -- How many records a snapshot holds of each LP.
 SELECT c.lp::int, sum(c.last_seq - c.first_seq + 1)::bigint

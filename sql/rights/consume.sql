@@ -57,7 +57,7 @@ GRANT EXECUTE ON FUNCTION mqlayer.process_beat_v2 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.process_end_v1 TO {role};
 GRANT SELECT ON mqlayer.protocol TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
-GRANT SELECT, INSERT (actor, bounds, filter, from_export, group_id, kind, lease_until, name, newer, per_s, position, snapshot_id,
+GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, name, newer, per_s, position, snapshot_id,
     upto_batch, worker), UPDATE (ended_at, lease_until, state, blocked_by, worker) ON mqlayer.redrive TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_keys_drop_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.retired_messages_drop_v1 TO {role};
@@ -73,6 +73,7 @@ GRANT EXECUTE ON FUNCTION mqlayer.topic_schema_put_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.caller_v1 TO {role};
 GRANT USAGE ON SEQUENCE mqlayer_app.consume_any TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.fence_many_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_app.fence_many_v2 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.fence_raise_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.fence_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_for_v1 TO {role};

@@ -74,7 +74,7 @@ GRANT SELECT ON mqlayer.protocol TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.protocol_finalize_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.protocol_reopen_v1 TO {role};
 GRANT SELECT ON mqlayer.readable TO {role};
-GRANT SELECT, INSERT (actor, bounds, filter, from_export, group_id, kind, lease_until, matched, name, newer, per_s, planned_at, position,
+GRANT SELECT, INSERT (actor, bounds, filter, group_id, kind, lease_until, matched, name, newer, per_s, planned_at, position,
     size, snapshot_id, started_at, state, upto_batch, worker), UPDATE (actor, at_batch, at_number, at_record, ended_at, failed,
     lease_until, matched, next_at, not_sent, per_s, reason, results, sent, size, started_at, state, blocked_by, worker) ON
     mqlayer.redrive TO {role};

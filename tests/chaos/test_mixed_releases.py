@@ -210,7 +210,7 @@ def test_members_of_two_releases_share_a_group_until_the_older_ones_are_drained(
         assert [step.name for step in migrate(mixed.scene.settings.control_dsn())] == [
             "expand_producer_topics", "expand_pop_key_classes", "expand_durability",
             "expand_relay_place", "expand_outbox_replica_identity", "expand_fence_walk",
-            "expand_publish_place",
+            "expand_publish_place", "expand_fence_batches",
         ]  # fmt: skip
         new = mixed.member("new-1")
         new_relay = mixed.start("new-relay", "relay")

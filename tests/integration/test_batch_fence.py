@@ -219,7 +219,7 @@ def test_async_batches_have_the_same_fence(stage: Stage, connection: psycopg.Con
 
 
 def many(connection: psycopg.Connection, messages: Sequence[tuple[int, int, str | None, int, int, int]]) -> Any:
-    """Call fence_many_v1 for group 1."""
+    """Call fence_many_v2 for group 1."""
     names = ("lps", "sources", "keys", "seqs", "epochs", "replays")
     columns: list[list[Any]] = [list(column) for column in zip(*messages, strict=True)]
     row = connection.execute(query("fence_many"), {"group_id": 1, **dict(zip(names, columns, strict=True))}).fetchone()
@@ -240,6 +240,9 @@ def test_it_answers_as_the_fence_of_single_messages_does(database_dsn: str) -> N
                  replay)
                 for _ in range(rng.randint(1, 12))
             ]  # fmt: skip
+            if rng.random() < 0.5:
+                # Each of a key of its own, as in a batch of distinct keys: these take the short way.
+                messages = list({(m[:3], m[3] if m[2] is None else 0): m for m in messages}.values())
             before = connection.execute(noted).fetchall()
             with connection.transaction(force_rollback=True):
                 singly = [one(connection, *message) for message in messages]
@@ -269,12 +272,54 @@ def test_a_stale_one_ends_it(database_dsn: str) -> None:
         ]  # fmt: skip
 
 
+def test_a_batch_raises_the_epochs_that_a_take_over_left(database_dsn: str) -> None:
+    """An open effect of the former owner held a row. Each partition of the batch has an epoch of its own."""
+    epochs = "SELECT lp, epoch FROM mqlayer_app.fence_epoch ORDER BY 1"
+    with closing(psycopg.connect(database_dsn)) as former, kept_session(database_dsn, autocommit=True) as connection:
+        facts = {"group_id": 1, "lp_from": 0, "lp_to": 3, "epoch": 5}
+        connection.execute(query("fence_raise"), facts)
+        assert many(former, [(1, 1, "a", 1, 5, 0)]) == ["current"]
+        connection.execute(query("fence_raise"), facts | {"epoch": 7})
+        assert connection.execute(epochs).fetchall() == [(0, 7), (1, 5), (2, 7)]
+        former.commit()
+        taken = [(4, 1, "d", 1, 6, 0), (2, 1, "b", 1, 7, 0), (1, 1, "a", 1, 7, 0)]
+        assert many(connection, taken) == ["current", "current", "applied"]
+        assert connection.execute(epochs).fetchall() == [(0, 7), (1, 7), (2, 7), (4, 6)]
+        assert "stale" in many(former, [(1, 1, "c", 1, 5, 0)])
+        former.rollback()
+
+
+def test_a_batch_reads_its_own_rows_whatever_the_statistics_say(database_dsn: str) -> None:
+    """They may be of another group, from before this one had rows."""
+    fill_applied = """INSERT INTO mqlayer_app.fence_applied (group_id, lp, source_id, key, seq)
+        SELECT %s, n %% 1024, 1, 'k' || n, 1 FROM generate_series(1, 10000) AS n"""
+    with kept_session(database_dsn, autocommit=True) as connection:
+        for group in (2, 1):
+            taken = {"group_id": group, "lp_from": 0, "lp_to": 1024, "epoch": 5}
+            connection.execute(query("fence_raise"), taken)
+            connection.execute(fill_applied, [group])
+            if group == 2:
+                connection.execute("ANALYZE mqlayer_app.fence_epoch, mqlayer_app.fence_applied")
+        facts: dict[str, Any] = {
+            "group_id": 1, "lps": [n % 1024 for n in range(1, 101)], "sources": [1] * 100,
+            "keys": [f"k{n}" for n in range(1, 101)], "epochs": [5] * 100, "replays": [0] * 100,
+        }  # fmt: skip
+        plan = "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + query("fence_many")
+        pages = 0
+        for seq in range(2, 9):
+            row = connection.execute(plan, facts | {"seqs": [seq] * 100}).fetchone()
+            assert row is not None
+            pages = row[0][0]["Plan"]["Shared Hit Blocks"] + row[0][0]["Plan"]["Shared Read Blocks"]
+        # Two looks at its epoch and one write per message; by a plan that reads a group's rows it is ten times as much.
+        assert 0 < pages < 2_000
+
+
 def test_arrays_of_different_lengths_are_refused(database_dsn: str) -> None:
     with (
         kept_session(database_dsn, autocommit=True) as connection,
         pytest.raises(psycopg.Error, match="arrays of different lengths"),
     ):
-        connection.execute("SELECT mqlayer_app.fence_many_v1(1, '{1}', '{1,2}', '{a}', '{1}', '{1}', '{0}')")
+        connection.execute("SELECT mqlayer_app.fence_many_v2(1, '{1}', '{1,2}', '{a}', '{1}', '{1}', '{0}')")
 
 
 def test_batches_with_keys_in_common_do_not_deadlock(database_dsn: str) -> None:

@@ -27,14 +27,15 @@ TYPE_LIMITS: Final = {"smallint": 2**15 - 1, "integer": 2**31 - 1, "bigint": 2**
 # Every positive number of the type names something that may exist.
 WHOLE_RANGE: Final = {"p_replay", "p_replays", "p_seek"}
 # A source below 0 is of what a replay of the archive gave.
-BELOW_ZERO: Final = {("fence_v1", "p_source_id"), ("fence_many_v1", "p_source_ids")}
+BELOW_ZERO: Final = {("fence_v1", "p_source_id"), ("fence_many_v1", "p_source_ids"), ("fence_many_v2", "p_source_ids")}
 NULL_MEANS_NONE: Final = {
     ("publish_v1", "p_key"), ("publish_v1", "p_headers"), ("publish_v2", "p_key"), ("publish_v2", "p_headers"),
     ("publish_once_v1", "p_key"), ("publish_once_v1", "p_headers"),
     ("publish_at_v1", "p_key"), ("publish_at_v1", "p_headers"),
     ("publish_many_v1", "p_keys"), ("publish_many_v1", "p_headers"), ("publish_many_once_v1", "p_keys"),
     ("publish_many_once_v1", "p_headers"), ("publish_many_once_v1", "p_dedup_ids"),
-    ("fence_v1", "p_key"), ("fence_many_v1", "p_keys"), ("inbox_put_v1", "p_name"), ("inbox_put_v1", "p_replay"),
+    ("fence_v1", "p_key"), ("fence_many_v1", "p_keys"), ("fence_many_v2", "p_keys"),
+    ("inbox_put_v1", "p_name"), ("inbox_put_v1", "p_replay"),
     ("version_take_v1", "p_version"), ("version_take_v1", "p_body"), ("version_take_v1", "p_headers"),
     ("version_take_v1", "p_origin"), ("version_set_v1", "p_version"), ("version_set_v1", "p_drop"),
     ("tags_v1", "p_tags"), ("large_body_put_v1", "p_bucket"), ("large_body_put_v1", "p_location"),

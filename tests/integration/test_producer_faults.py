@@ -3,6 +3,7 @@ error."""
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from concurrent.futures import wait
@@ -31,6 +32,7 @@ from mqlayer.failpoints import FailpointHit, arm
 from mqlayer.logs import event_of
 from mqlayer.postgres.migrations import migrate
 from mqlayer.producing import Message, Producer
+from mqlayer.producing.listeners import ReceiptFuture
 from mqlayer.settings import Settings
 from mqlayer.stack import RedisProgram, RedisServer
 from tests.fixtures.backups import Backup
@@ -434,6 +436,8 @@ def test_a_producer_holds_no_more_than_its_bounds(
         futures = [producer.send_async("orders", key="k", body=b"%d" % number) for number in range(1, 6)]
         with pytest.raises(ProducerFull, match="5 messages"):
             producer.send_async("orders", key="k", body=b"no room")
+        # A refused message's future would stay for good: the garbage collector skips its pending send.
+        assert len([one for one in gc.get_objects() if type(one) is ReceiptFuture]) == len(futures)
         with pytest.raises(ProducerFull):
             producer.send("orders", key="l", body=b"no room")
         with pytest.raises(PartlyPublished) as raised:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mqlayer.consuming.engine.class_limits import ClassLimits
 from mqlayer.consuming.engine.fair_queue import TURN, FairQueue
 from mqlayer.consuming.ordered.class_backlogs import ClassBacklogs
-from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition
+from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, key_queue_of
 from mqlayer.consuming.ordered.ready_queues import end_turn
 from mqlayer.domain.key_classes import KeyClassRule, check_key_class, key_class_rule
 from mqlayer.domain.message import NO_KEY, Record
@@ -43,7 +43,7 @@ def test_classes_with_messages_waiting_begin_as_many_as_each_other(key_queues: l
     waiting: Counter[str] = Counter()
     for number, (tenant, messages) in enumerate(key_queues):
         record = Record(number, b"1:0:1:0", f"{tenant}/{number}".encode(), b"")
-        key_queue = KeyQueue(owned, record.key, record)
+        key_queue = key_queue_of(owned, record.key, record)
         key_queue.records = [record] * messages
         ready.append(key_queue)
         waiting[tenant] += 1
@@ -69,7 +69,7 @@ def test_a_class_that_was_idle_neither_saved_up_nor_owes() -> None:
     def add(name: bytes, count: int) -> None:
         for number in range(count):
             record = Record(1, b"1:0:1:0", b"%b/%d" % (name, number), b"")
-            ready.append(KeyQueue(owned, record.key, record))
+            ready.append(key_queue_of(owned, record.key, record))
 
     def take(count: int) -> None:
         for _ in range(count):
@@ -92,7 +92,7 @@ def test_no_class_begins_more_than_its_limits_and_nothing_is_left(seed: int) -> 
     ready = FairQueue[KeyQueue](rule(), limits=ClassLimits(concurrency, RateLimit.of(40.0, None)))
     for number, (tenant, messages) in enumerate(key_queues):
         record = Record(number, b"1:0:1:0", f"{tenant}/{number}".encode(), b"")
-        key_queue = KeyQueue(owned, record.key, record)
+        key_queue = key_queue_of(owned, record.key, record)
         key_queue.records = [record] * messages
         ready.append(key_queue)
     running: list[KeyQueue] = []

@@ -21,7 +21,7 @@ from mqlayer.consuming.api.batch_messages import (
 )
 from mqlayer.consuming.api.batches import Batch
 from mqlayer.consuming.api.context import Context
-from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition
+from mqlayer.consuming.ordered.owned_partitions import OwnedPartition, key_queue_of
 from mqlayer.domain.codecs import decoder_for
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import NodeId, PartitionId
@@ -46,7 +46,7 @@ def batch_of(kind: BatchKind, count: int, *, bodies: list[bytes] | None = None, 
         record = Record(n + 1, b"1:5:%d:0" % (n + 1), b"k" if kind == "key" else b"k%d" % n, b"1")
         if bodies is not None:
             record = record._replace(body=bodies[n])
-        lane = KeyQueue(helds[n % partitions], record.key, record)
+        lane = key_queue_of(helds[n % partitions], record.key, record)
         messages.append(BatchMessage("orders", "g", 1, lane, record, n))
     batch: Batch[Any] = Batch(kind, "orders", "g", messages)
     batch.begin(None, decoder_for(int))

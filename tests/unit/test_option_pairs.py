@@ -48,6 +48,10 @@ OPTIONS: Final[dict[str, str]] = {
         ("analytics skew", "analytics all"),
         "--snapshot --topic --out --html --partitions --split-report --method --conf --json",
     ),
+    "analytics what-if":
+        "--snapshot --topic --partitions --split-report --version --group --members --member-rate --handler-ms "
+        "--concurrency --balance --slot --since --until --auto --capacity --cool-down --changes-per-hour "
+        "--max-partitions --min-partitions --out --html --method --conf --json",
     "doctor": "--all --json",
     "problems": "--ended --hours --json",
     "size":

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition
+from mqlayer.consuming.ordered.owned_partitions import KeyQueue, OwnedPartition, key_queue_of
 from mqlayer.consuming.ordered.poison_guard import RECORDED_AT_ONCE, ConsumerCrashed, PoisonMessageGuard
 from mqlayer.domain.message import Record
 from mqlayer.domain.routing import NodeId, PartitionId
@@ -24,7 +24,7 @@ def queue_of(*, suspects: frozenset[int] = frozenset(), died: frozenset[int] = f
     )
     owned.open(LockTaken(1, 100, 1, b"", {}, 50, suspects, died))
     records = [Record(offset, b"1:1:%d:0" % offset, b"k", b"body") for offset in range(1, COUNT + 1)]
-    key_queue = KeyQueue(owned, b"k", records[0])
+    key_queue = key_queue_of(owned, b"k", records[0])
     key_queue.batch = records
     return key_queue
 

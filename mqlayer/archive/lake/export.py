@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -32,6 +32,7 @@ GROUP_BYTES: Final = 16_000_000
 GROUP_ROWS: Final = (100, 100_000)
 """Bounds of a row group, which bounds the memory of each open file."""
 TRIES: Final = 5
+QUERIES: Final[Mapping[ArchiveTable, str]] = {"records": "lake_records", "outcomes": "lake_outcomes"}
 
 
 @dataclass(slots=True)
@@ -188,7 +189,7 @@ class _TopicExport:
         schema = lake_schema(name)
         facts = {"topic_id": self._topic.topic_id, "after": after, "upto": upto}
         # In the reading transaction: none of these batches was dropped, nor will be.
-        statements = [bound("stream_there", facts), bound(f"lake_{name}", facts)]
+        statements = [bound("stream_there", facts), bound(QUERIES[name], facts)]
         with arrow_batches(self._address, statements, application=APPLICATION) as batches:
             for batch in batches:
                 counted.append(batch.num_rows)

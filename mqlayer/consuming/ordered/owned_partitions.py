@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
+from typing import cast
 
 from mqlayer.consuming.engine.class_limits import ClassTurn
 from mqlayer.consuming.engine.clock import clock
@@ -46,46 +47,29 @@ class OwnershipState(Enum):
     GONE = auto()
 
 
-class KeyQueue(QueuedMessages):
-    """One key's queue in its partition.
+class KeyQueue(QueuedMessages, eq=False):
+    """One key's queue in its partition. With one message per key, each message gets one: a struct is made at once.
 
     `spilled`: offsets behind `records`, else None; a failing key's backlog must not use shared room.
     """
 
-    __slots__ = (
-        "class_turn",
-        "counts_for",
-        "guarded_below",
-        "owned",
-        "parked_key",
-        "resumed",
-        "share",
-        "since",
-        "singly",
-        "spilled",
-        "uncertain",
-    )
-
-    def __init__(self, owned: OwnedPartition, key: bytes, record: Record) -> None:
-        # Without `super().__init__`: with one message per key, each message gets a key queue.
-        self.key, self.records, self.batch = key, [record], ()
-        self.handled, self.action = owned.handled, None
-        self.owned = owned
-        self.spilled: array[int] | None = None
-        # Starts of lower offsets are recorded first: one of them may have killed the former owners.
-        self.guarded_below = owned.guarded_below
-        # Of batch handlers: lower offsets come one by one; when the key queue began to wait.
-        self.singly, self.since = 0, 0.0
-        # Set while the key is parked.
-        self.parked_key: OwnedParkedKey | None = None
-        # How many leading messages may be parked already: the answer was lost.
-        self.uncertain = 0
-        self.resumed = False
-        # Of a group with key classes: where it takes turns, and where its messages count.
-        self.class_turn: ClassTurn | None = None
-        # The class among whose running keys a worker's part counts.
-        self.counts_for: ClassTurn | None = None
-        self.share: ClassShare | None = None
+    owned: OwnedPartition = cast("OwnedPartition", None)
+    # Starts of lower offsets are recorded first: one of them may have killed the former owners.
+    guarded_below: int = 0
+    # Of batch handlers: lower offsets come one by one; when the key queue began to wait.
+    singly: int = 0
+    since: float = 0.0
+    spilled: array[int] | None = None
+    # Set while the key is parked.
+    parked_key: OwnedParkedKey | None = None
+    # How many leading messages may be parked already: the answer was lost.
+    uncertain: int = 0
+    resumed: bool = False
+    # Of a group with key classes: where it takes turns, and where its messages count.
+    class_turn: ClassTurn | None = None
+    # The class among whose running keys a worker's part counts.
+    counts_for: ClassTurn | None = None
+    share: ClassShare | None = None
 
     def begin(self, count: int) -> None:
         """Give a worker its part: the first messages."""
@@ -387,13 +371,15 @@ class OwnedPartition:
         key_queues, backlogs = self.queues, self.backlogs
         size = admitted = 0
         ordered, parked = self.ordered, self.parked.by_name
+        handled, guarded_below = self.handled, self.guarded_below
         for record in records:
             offset, m, key, body = record
             # Messages without a key wait for no other: each has its own key queue.
             name = key if ordered and key != NO_KEY else b"%b%d" % (NO_KEY, offset)
             key_queue = key_queues.get(name)
             if key_queue is None:
-                key_queues[name] = key_queue = KeyQueue(self, name, record)
+                key_queue = KeyQueue(name, [record], handled, (), None, self, guarded_below)
+                key_queues[name] = key_queue
                 if backlogs is not None:
                     key_queue.share = backlogs.share_of(record)
                 if parked:
@@ -521,6 +507,11 @@ def begin_all(owned: OwnedPartition, key_queues: Iterable[KeyQueue]) -> list[Key
     return begun
 
 
+def key_queue_of(owned: OwnedPartition, key: bytes, record: Record) -> KeyQueue:
+    """Return a key queue of one message."""
+    return KeyQueue(key, [record], owned.handled, owned=owned, guarded_below=owned.guarded_below)
+
+
 def parked_key_for(action: ParkKey, key_queue: KeyQueue, record: Record) -> OwnedParkedKey:
     """Return the parked key of a failed message."""
     ref = KeyRef(record.identity.lp, key_queue.owned.parked_name(record))
@@ -531,10 +522,14 @@ def parked_key_for(action: ParkKey, key_queue: KeyQueue, record: Record) -> Owne
 
 def resumed_queue(owned: OwnedPartition, parked_key: OwnedParkedKey, records: list[ParkedRecord]) -> KeyQueue:
     """Return a key queue of a parked key's messages."""
-    key_queue = KeyQueue(owned, parked_key.ref.name, records[0])
-    key_queue.records = [*records]
-    key_queue.handled = deque()
-    key_queue.parked_key, key_queue.resumed = parked_key, True
-    key_queue.guarded_below = EVERY_OFFSET if parked_key.died else 0
+    key_queue = KeyQueue(
+        parked_key.ref.name,
+        [*records],
+        deque(),
+        owned=owned,
+        guarded_below=EVERY_OFFSET if parked_key.died else 0,
+        parked_key=parked_key,
+        resumed=True,
+    )
     parked_key.resume(key_queue, records[0].attempts, clock())
     return key_queue

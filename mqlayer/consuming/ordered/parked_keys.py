@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Final
 
+import msgspec
+
 from mqlayer.consuming.engine.failure_actions import DeadLetter, FailureAction
 from mqlayer.domain.message import Record
 from mqlayer.domain.offsets import OffsetRange, covers
@@ -20,18 +22,17 @@ from mqlayer.parking import BATCH, KeyEntry, KeyRef, KeyState, ParkingLimit
 NEVER: Final = float("inf")
 
 
-class QueuedMessages:
-    """One key's unhandled messages, in order; `batch` is a worker's part."""
+class QueuedMessages(msgspec.Struct, eq=False):
+    """One key's unhandled messages, in order; `batch` is a worker's part.
 
-    __slots__ = ("action", "batch", "handled", "key", "records")
+    Workers append to `handled`. `action`: why the first remaining message failed, for the parking worker.
+    """
 
-    def __init__(self, key: bytes, records: list[Record], handled: deque[Record]) -> None:
-        self.key, self.records = key, records
-        self.batch: Sequence[Record] = ()
-        # Where workers append handled records.
-        self.handled = handled
-        # Why the first remaining message failed, for the parking worker.
-        self.action: FailureAction | None = None
+    key: bytes
+    records: list[Record]
+    handled: deque[Record]
+    batch: Sequence[Record] = ()
+    action: FailureAction | None = None
 
     def begin(self, count: int) -> None:
         """Give a worker its part: the first messages."""

@@ -55,10 +55,6 @@ ALTER TABLE mqlayer.topic ADD COLUMN keep_until_exported boolean NOT NULL DEFAUL
 -- Up to which batch rows of a snapshot's topic may be in a lake alone.
 ALTER TABLE mqlayer_archive.snapshot_topic ADD COLUMN exported_batch bigint NOT NULL DEFAULT 0;
 
--- Where a replay finds rows that the archive no longer has; null: nowhere.
-ALTER TABLE mqlayer.redrive ADD COLUMN from_export text;
-ALTER TABLE mqlayer.redrive ADD CONSTRAINT redrive_from_export CHECK (octet_length(from_export) <= 1024);
-
 -- As snapshot_v1, for readers who have batches from a lake: per topic up to which one. Where more of the snapshot may be
 -- in a lake alone, an answer would lack rows.
 CREATE FUNCTION mqlayer_archive.snapshot_v2(p_snapshot int, p_exported jsonb) RETURNS int

@@ -45,7 +45,8 @@ LAZY: Final = {"wal_writer_delay": "10000", "bgwriter_delay": "10000", "autovacu
 WRITES: Final = sorted(
     {
         "publish_v1", "publish_v2", "publish_many_v1", "publish_once_v1", "publish_many_once_v1", "publish_at_v1",
-        "fence_v1", "fence_many_v1", "fence_raise_v1", "inbox_put_v1", "version_take_v1", "version_set_v1",
+        "fence_v1", "fence_many_v1", "fence_many_v2", "fence_raise_v1", "inbox_put_v1", "version_take_v1",
+        "version_set_v1",
     }
 )  # fmt: skip
 TABLES: Final = (

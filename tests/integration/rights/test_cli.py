@@ -38,7 +38,7 @@ BY_FUNCTION = {"outbox delayed cancel"}
 """Publishers of a topic may cancel its messages, so only the function that does it can judge who may."""
 OTHERS = {
     **dict.fromkeys(
-        (f"analytics {job}" for job in ("audit", "latency", "failures", "fairness", "skew", "all")),
+        (f"analytics {job}" for job in ("audit", "latency", "failures", "fairness", "skew", "what-if", "all")),
         "needs Java, and the right to analyze",
     ),
     "console": "runs until it is stopped: see console/test_access.py",

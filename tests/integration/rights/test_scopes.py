@@ -188,6 +188,7 @@ def test_a_consumer_of_one_group_changes_no_row_of_another(
         "UPDATE mqlayer.partition SET created_at = now()",
         "SELECT * FROM mqlayer_app.fence_v1($mail, 1::smallint, 1, 'k', 1, 1)",
         "SELECT * FROM mqlayer_app.fence_many_v1($mail, '{1}', '{1}', '{k}', '{1}', '{1}', '{0}')",
+        "SELECT * FROM mqlayer_app.fence_many_v2($mail, '{1}', '{1}', '{k}', '{1}', '{1}', '{0}')",
         "SELECT mqlayer_app.fence_raise_v1($mail, 0::smallint, 1::smallint, 1)",
         "SELECT mqlayer_app.inbox_put_v1($mail, 1, 1::smallint, 1)",
         "SELECT mqlayer.members_forget_v1($mail)",
