@@ -5,8 +5,8 @@ if __name__ != "mqlayer.spark":
 
 try:
     from mqlayer.spark.session import session
-    from mqlayer.spark.snapshot_reader import read_export, read_snapshot, register
+    from mqlayer.spark.snapshot_reader import read_across, read_export, read_snapshot, register
 except ModuleNotFoundError as error:
     raise ImportError("Spark needs more packages: pip install 'mqlayer[spark]'", name=error.name) from error
 
-__all__ = ["read_export", "read_snapshot", "register", "session"]
+__all__ = ["read_across", "read_export", "read_snapshot", "register", "session"]

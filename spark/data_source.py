@@ -31,7 +31,7 @@ BATCH_OPTIONS: Final = ("snapshot", "table", "columns", "partitions", "exported"
 
 
 class Exported(NamedTuple):
-    """What an export answers of a snapshot: up to which batch, by topic; and the rest, which Postgres answers."""
+    """A snapshot's batches of an export: the last by topic, and the other batches, which Postgres has."""
 
     upto: Mapping[int, int]
     rest: Sequence[BatchRange]

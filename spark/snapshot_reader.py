@@ -47,13 +47,12 @@ def read_snapshot(
     method: ReadMethod | None = None,
     partitions: int | None = None,
     check: bool = False,
-    export: str | None = None,
 ) -> DataFrame:
     """Return a snapshot's records, outcomes or lineage; every read gives the same rows.
 
     `dsn`: default MQLAYER_DSN. `columns`: only these, in this order. `method`: default JDBC if a driver and host allow
     it, else Python. `partitions`: most tasks. `check`: first prove by another read that each seq of the cut is there
-    once. `export`: an export's location: its batches are read there, the others here.
+    once.
 
     Raises ArchiveBroken (`check`), NotFound, InvalidInput for a wrong option.
     """
@@ -64,12 +63,27 @@ def read_snapshot(
         raise InvalidInput(f"option method: there is no {method!r}; choose one of {', '.join(METHODS)}")
     address = read_address(dsn or Settings().control_dsn())
     how = _method(spark, method, address)
-    source = DatabaseSnapshot(spark, name, address, how, partitions or _parallelism(spark))
-    if export is not None:
-        from mqlayer.spark.lake_snapshot import LakeFrames
+    return selection.read(DatabaseSnapshot(spark, name, address, how, partitions or _parallelism(spark)), name)
 
-        return selection.read(LakeFrames(spark, source, name, export), name)
-    return selection.read(source, name)
+
+def read_across(
+    spark: SparkSession,
+    name: str,
+    export: str,
+    *,
+    table: ArchiveTable = "records",
+    dsn: str | None = None,
+    columns: Sequence[str] | None = None,
+    method: ReadMethod | None = None,
+    check: bool = False,
+) -> DataFrame:
+    """As `read_snapshot`, with the batches of an export to a lake (its location) from there."""
+    from mqlayer.spark.lake_snapshot import LakeFrames
+
+    selection = _Selection.of(table, columns, check=check)
+    address = read_address(dsn or Settings().control_dsn())
+    source = DatabaseSnapshot(spark, name, address, _method(spark, method, address), _parallelism(spark))
+    return selection.read(LakeFrames(spark, source, name, export), name)
 
 
 def read_export(

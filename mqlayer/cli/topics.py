@@ -73,6 +73,13 @@ class ExpiredOption(StrEnum):
     DEAD = "dead"
 
 
+class DropDaysOption(StrEnum):
+    """Days that retention drops."""
+
+    EXPORTED = "exported"
+    ANY = "any"
+
+
 MessageTtlOption = Annotated[
     str | None,
     typer.Option(
@@ -186,11 +193,8 @@ def set_(
     retention: Annotated[
         str | None, typer.Option(metavar="AGE", help="How long its archive is kept: such as 30d, 12w, or forever.")
     ] = None,
-    keep_until_exported: Annotated[
-        bool | None,
-        typer.Option(
-            "--keep-until-exported/--drop-unexported", help="Whether retention waits for a verified export of its days."
-        ),
+    drop_days: Annotated[
+        DropDaysOption | None, typer.Option(help="Which days retention drops: exported and verified ones, or any.")
     ] = None,
     schema_mode: Annotated[
         SchemaModeOption | None, typer.Option(help="Which readers the next schema of its bodies may not break.")
@@ -213,11 +217,11 @@ def set_(
     streams = _stream_limits(retain_age, retain_bytes, retain_messages, retain_unsettled)
     life = _life_limits(message_ttl, expired)
     if not streams | life and (
-        archived, retention, keep_until_exported, schema_mode, body_limit, backlog_limit, home_zone, durability,
+        archived, retention, drop_days, schema_mode, body_limit, backlog_limit, home_zone, durability,
     ) == (None,) * 8:  # fmt: skip
         raise InvalidInput(
             "say what to set: --backlog-limit, --body-limit, --archived, --not-archived, --retention AGE, "
-            "--keep-until-exported, --drop-unexported, "
+            "--drop-days DAYS, "
             "--retain-age AGE, --retain-bytes, --retain-messages, --retain-unsettled, --message-ttl AGE, --expired, "
             "--schema-mode MODE, --home-zone ZONE, or --durability CLASS"
         )
@@ -228,7 +232,7 @@ def set_(
         _set_limits(name, limits)
     if schema_mode is not None:
         _set_schema_mode(name, schema_mode)
-    _set_retention(name, retention, keep_until_exported=keep_until_exported)
+    _set_retention(name, retention, drop_days)
     if streams:
         _set_stream_limits(name, streams)
     if life:
@@ -254,8 +258,8 @@ def _set_schema_mode(name: str, mode: SchemaModeOption) -> None:
     echo(f"the schema of topic {name} has mode {mode}{'' if changed else ', as before'}")
 
 
-def _set_retention(name: str, retention: str | None, *, keep_until_exported: bool | None) -> None:
-    if retention is None and keep_until_exported is None:
+def _set_retention(name: str, retention: str | None, drop_days: DropDaysOption | None) -> None:
+    if retention is None and drop_days is None:
         return
     with runtime_here() as runtime:
         check_change(runtime.control)
@@ -264,9 +268,10 @@ def _set_retention(name: str, retention: str | None, *, keep_until_exported: boo
             changed = set_retention(runtime, name, days=days)
             kept = "for ever" if days is None else f"for {days} days"
             echo(f"the archive of topic {name} is kept {kept}{'' if changed else ', as before'}")
-        if keep_until_exported is not None:
-            changed = set_keep_until_exported(runtime, name, keep=keep_until_exported)
-            waits = "waits for its export" if keep_until_exported else "does not wait for an export"
+        if drop_days is not None:
+            keep = drop_days is DropDaysOption.EXPORTED
+            changed = set_keep_until_exported(runtime, name, keep=keep)
+            waits = "waits for its export" if keep else "does not wait for an export"
             echo(f"retention of topic {name} {waits}{'' if changed else ', as before'}")
 
 

@@ -119,6 +119,7 @@ def test_another_archives_tables_are_refused(filled: ArchivedTopics) -> None:
 @pytest.mark.parametrize("method", ["jdbc", "python"])
 def test_spark_reads_across_the_same_rows(spark: Any, filled: ArchivedTopics, method: Any) -> None:
     import_or_leave_out("pyspark")
+    from mqlayer.spark import read_across
     from mqlayer.spark import read_snapshot as read
     from mqlayer.spark.jdbc import has_driver
 
@@ -126,7 +127,8 @@ def test_spark_reads_across_the_same_rows(spark: Any, filled: ArchivedTopics, me
         leave_out("Postgres' JDBC driver is not installed")
 
     def rows(table: ArchiveTable, **how: Any) -> list[str]:
-        frame = read(spark, "s", dsn=filled.dsn, table=table, method=method, **how)
+        here: dict[str, Any] = {"dsn": filled.dsn, "table": table, "method": method}
+        frame = read_across(spark, "s", **how, **here) if how else read(spark, "s", **here)
         return sorted(str(row.asDict()) for row in frame.collect())
 
     lake = lake_of(filled)

@@ -75,7 +75,7 @@ OPTIONS: Final[dict[str, str]] = {
         "--expired --home-zone --durability",
     "topic schema": "TOPIC --version --all --diff --store --json",
     "topic set":
-        "NAME --archived --body-limit --backlog-limit --retention --keep-until-exported --schema-mode "
+        "NAME --archived --body-limit --backlog-limit --retention --drop-days --schema-mode "
         "--retain-age --retain-bytes --retain-messages --retain-unsettled --message-ttl "
         "--expired --home-zone --durability",
     "topic delete": "NAME --force --plan --yes --json",

@@ -60,7 +60,7 @@ class _ExportTopic(NamedTuple):
 def export_archive(
     runtime: Runtime, location: str, *, topics: Sequence[str] | None = None, at_most_s: float | None = None
 ) -> LakeReport:
-    """Append what the archive has and the lake lacks: whole batches, each once, then compact small files.
+    """Append the batches that the lake lacks, each once, then compact small files.
 
     Safe to kill, and to run concurrently. Starts no commit after `at_most_s`. Raises NotFound, InvalidInput, Conflict
     for a place of another archive, ArchiveBroken if days were dropped before, StoreUnavailable.
@@ -213,7 +213,7 @@ class _TopicExport:
             table.refresh()
 
     def _note(self, name: str, place: int, first: int) -> None:
-        """Bring Postgres up to what the lake has."""
+        """Bring Postgres up to the lake."""
         facts = {"lake_id": self._lake.lake_id, "topic_id": self._topic.topic_id, "first_batch": first, "batch": place}
         self._runtime.control.transaction(partial(_note, name=name, facts=facts))
 

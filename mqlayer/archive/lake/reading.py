@@ -48,7 +48,7 @@ class LakePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LakeSnapshot:
-    """A snapshot, and what of it comes from a lake's table."""
+    """A snapshot, and the batches that come from a lake's table."""
 
     snapshot: Snapshot
     table: LakeTable
@@ -56,12 +56,12 @@ class LakeSnapshot:
 
     @property
     def exported(self) -> dict[int, int]:
-        """Return per topic up to which batch the lake answers."""
+        """Return the lake's last batch by topic."""
         return {part.topic_id: part.upto for part in self.parts}
 
     @property
     def rest(self) -> list[BatchRange]:
-        """Return what Postgres answers."""
+        """Return the other batches."""
         return [one for part in self.parts for one in part.from_postgres]
 
 

@@ -1,4 +1,4 @@
-"""What Postgres knows of lakes."""
+"""Lakes as Postgres knows them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Lake(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LakeStatus:
-    """What a lake has of a topic. `behind_s`: time since its last export, 0 if it has all batches."""
+    """A topic in a lake. `behind_s`: time since its last export, 0 if it has all batches."""
 
     location: str
     topic: str
@@ -98,6 +98,6 @@ def forget_lake(runtime: Runtime, location: str) -> None:
 
 
 def lake_statuses(database: Database) -> list[LakeStatus]:
-    """Return what each lake has of each topic."""
+    """Return the state of each lake and topic."""
     with database.connection() as connection:
         return [LakeStatus(*row) for row in connection.execute(query("lake_statuses")).fetchall()]

@@ -32,7 +32,7 @@ PARTITIONED: Final[Mapping[ArchiveTable, Sequence[str]]] = {
     "lineage": ("topic",),
 }
 TABLES: Final[tuple[ArchiveTable, ...]] = ("lineage", "outcomes", "records")
-"""In the order of their commits: what records refer to is there before them."""
+"""In the order of their commits: records come last."""
 FILE_BYTES: Final = 128_000_000
 """Target of compaction."""
 SMALL_FILES: Final = 8
@@ -70,7 +70,7 @@ def lake_schema(table: ArchiveTable) -> pa.Schema:
 
 
 def storage_options(location: str) -> dict[str, str]:
-    """Return what an object store needs beside the AWS_… variables, which delta-rs reads itself."""
+    """Return the options of an object store beside the AWS_… variables, which delta-rs reads itself."""
     if not location.startswith(("s3://", "s3a://")):
         return {}
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Hold a lake against the archive, before retention may drop what it holds: docs/design/lake.md."""
+"""Hold a lake against the archive, before retention drops days: docs/design/lake.md."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _VerifiedFile(NamedTuple):
     sha256: str
 
 
-class _Place(NamedTuple):
+class _VerifiedPlace(NamedTuple):
     topic_id: int
     topic: str
     first_batch: int
@@ -73,7 +73,7 @@ class _Place(NamedTuple):
 
 
 def verify_export(runtime: Runtime, location: str, *, whole: bool = False) -> LakeCheck:
-    """Compare a lake's new rows with the archive, and all of its rows with what was verified before.
+    """Compare a lake's new rows with the archive, and all of its rows with those verified before.
 
     `whole`: hash files that were verified before again. Raises NotFound, ArchiveBroken for a difference, Conflict while
     an export is unfinished.
@@ -85,13 +85,18 @@ def verify_export(runtime: Runtime, location: str, *, whole: bool = False) -> La
         rows = connection.execute(query("lake_topics"), {"lake_id": lake.lake_id}).fetchall()
     found = LakeCheck()
     for row in rows:
-        _TopicCheck(runtime, lake, tables, _Place(*row), found).run(whole=whole)
+        _TopicCheck(runtime, lake, tables, _VerifiedPlace(*row), found).run(whole=whole)
     return found
 
 
 class _TopicCheck:
     def __init__(
-        self, runtime: Runtime, lake: Lake, tables: dict[ArchiveTable, LakeTable], place: _Place, found: LakeCheck
+        self,
+        runtime: Runtime,
+        lake: Lake,
+        tables: dict[ArchiveTable, LakeTable],
+        place: _VerifiedPlace,
+        found: LakeCheck,
     ) -> None:
         self._runtime, self._lake, self._tables, self._place, self._found = runtime, lake, tables, place, found
         self._chains: dict[tuple[int, int], tuple[int, int, int, int]] = {}
