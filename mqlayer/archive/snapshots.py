@@ -143,7 +143,7 @@ def snapshot_ranges(database: Database, snapshot_id: int) -> list[tuple[int, int
 
 
 def there_statement(snapshot_id: int, exported: Mapping[int, int]) -> str:
-    """Return the first statement of a reader's transaction. `exported`: batches that it has from an export, by topic."""
+    """Return the first statement of a reader's transaction. `exported`: its last batch from an export, by topic."""
     brought = json.dumps({str(int(topic_id)): int(batch) for topic_id, batch in exported.items()})
     return bound("snapshot_there", {"snapshot_id": snapshot_id}).replace("'{}'", f"'{brought}'")
 
