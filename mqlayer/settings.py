@@ -184,6 +184,10 @@ class Settings(BaseSettings):
     """A handler's span is a child of its message's, not a root linked to it."""
     trace_all: bool = False
     """Handlers have spans for messages without a trace too."""
+    analytics_dir: str = ""
+    """Where scheduled analytics write pages and certificates; empty: nowhere."""
+    spark_master: str = ""
+    """Spark's master for `mqlayer analytics`, such as spark://host:7077; default: Spark's own."""
     finalize_after_s: float = Field(default=0.0, ge=0)
     """Workers finalize an upgrade this long after `mqlayer migrate`, once no older process lives; 0: never."""
     allow_unsafe_redis: bool = False

@@ -11,7 +11,8 @@ import typer
 from mqlayer.archive import find_snapshot
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.output import JsonOption, echo, format_key, show_rows
-from mqlayer.cli.panels import LOOK
+from mqlayer.cli.panels import CHANGE, LOOK
+from mqlayer.cli.schedules import schedule
 from mqlayer.cli.spark_requirements import check_spark
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.database import Database
@@ -62,6 +63,7 @@ class JobRequest(NamedTuple):
 
 def add_to(app: typer.Typer) -> None:
     """Add commands."""
+    analytics.add_typer(schedule, name="schedule", rich_help_panel=CHANGE)
     from mqlayer.cli.what_if import add_what_if
 
     add_what_if(analytics)
@@ -123,10 +125,11 @@ def all_(
 
 def run_jobs(job: str, asked: JobRequest, **params: Any) -> None:
     """Run a job, or all; `params`: of JobParams. Exits with 1 for found faults."""
-    dsn = settings_here().control_dsn()
+    settings = settings_here()
+    dsn = settings.control_dsn()
     with Database(dsn) as database:
         find_snapshot(database, asked.snapshot)
-    given = _settings(asked.conf or ())
+    given = _settings(asked.conf or (), settings.spark_master)
     check_spark()
     from mqlayer.spark.jobs.job import JobParams
     from mqlayer.spark.jobs.runner import as_json as json_of
@@ -145,12 +148,12 @@ def run_jobs(job: str, asked: JobRequest, **params: Any) -> None:
         raise typer.Exit(1)
 
 
-def _settings(given: Sequence[str]) -> dict[str, str]:
+def _settings(given: Sequence[str], master: str) -> dict[str, str]:
     pairs = [one.partition("=") for one in given]
     for name, equals, _ in pairs:
         if not equals or not name.startswith("spark."):
             raise InvalidInput(f"--conf takes a setting of Spark's, such as spark.driver.memory=4g, not {name!r}")
-    return {name: value for name, _, value in pairs}
+    return ({"spark.master": master} if master else {}) | {name: value for name, _, value in pairs}
 
 
 def _show(found: JobResult) -> None:

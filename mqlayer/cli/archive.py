@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import threading
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Annotated, Final
 
 import typer
@@ -16,20 +14,18 @@ from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.archive_export import add_exports
 from mqlayer.cli.option_rules import RuledCommand, planned
-from mqlayer.cli.options import PlanOption, TopicArgument, YesOption, echo_plan
+from mqlayer.cli.options import PlanOption, TopicArgument, YesOption, echo_plan, parse_length_option
 from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, REPAIR, START
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import control_here, runtime_here
-from mqlayer.errors import InvalidInput, MqlayerError
+from mqlayer.errors import MqlayerError
 from mqlayer.postgres.rights import Right
 from mqlayer.runtime.runtime import open_runtime
 
 archive = typer.Typer(no_args_is_help=True, help="The archive: records kept in Postgres.")
 
 IDLE_S: Final = 1.0
-_AGE: Final = re.compile(r"(\d+)([hdw])")
-_UNITS: Final = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
 
 SomeTopic = Annotated[str | None, typer.Argument(help="Only this topic.")]
 
@@ -117,7 +113,7 @@ def retain_(
     as_json: JsonOption = False,
 ) -> None:
     """Drop archived days past an age; snapshots keep theirs."""
-    age = _age(older_than)
+    age = parse_length_option(older_than)
     with runtime_here() as runtime:
         if not yes:
             rows = ({"day": day, "result": "would be dropped"} for day in old_days(runtime, older_than=age))
@@ -128,13 +124,6 @@ def retain_(
         check_change(runtime.control, Right.WORK)
         days = retain(runtime, older_than=age)
     show_rows(map(asdict, days), as_json=as_json, nothing="no day of the archive is that old")
-
-
-def _age(text: str) -> timedelta:
-    match = _AGE.fullmatch(text)
-    if match is None:
-        raise InvalidInput(f"{text!r} is no age: say for example 48h, 30d or 12w")
-    return int(match[1]) * _UNITS[match[2]]
 
 
 def _print_report(report: ArchiveReport) -> None:

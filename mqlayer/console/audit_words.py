@@ -292,6 +292,20 @@ def _of_nodes() -> Iterator[tuple[str, Callable[[str, Facts], str]]]:
     yield "node out of service", lambda name, _: f"took node {name} out of service: no process uses it any more"
 
 
+def _of_the_archive() -> Iterator[tuple[str, Callable[[str, Facts], str]]]:
+    yield "archive retain", lambda day, facts: f"dropped {day} of the archive: {counted(facts['records'], 'record')}"
+    yield "archive accept-gap", _gaps
+    yield "archive export", lambda place, _: f"began to export the archive to {place}"
+    yield "archive forget-export", lambda place, _: f"forgot the export at {place}"
+    yield "snapshot create", _snapshot
+    yield "snapshot drop", lambda name, _: f"dropped snapshot {name}"
+    yield "snapshot export", _export
+    yield "schedule create", lambda name, facts: f"made schedule {name}: every {facts['every_s']} s"
+    yield "schedule drop", lambda name, _: f"dropped schedule {name}; its snapshots stay"
+    yield "schedule pause", lambda name, _: f"paused schedule {name}"
+    yield "schedule resume", lambda name, _: f"resumed schedule {name}"
+
+
 def _each() -> Iterator[tuple[str, Callable[[str, Facts], str]]]:
     yield from _of_nodes()
     yield "topic create", _topic_create
@@ -336,13 +350,7 @@ def _each() -> Iterator[tuple[str, Callable[[str, Facts], str]]]:
     yield "outbox recover", _recover
     yield "postgres replaced", lambda _, __: "noticed another Postgres server: numbers leapt, nodes must be armed again"
     yield "versions set", _version
-    yield "archive retain", lambda day, facts: f"dropped {day} of the archive: {counted(facts['records'], 'record')}"
-    yield "archive accept-gap", _gaps
-    yield "archive export", lambda place, _: f"began to export the archive to {place}"
-    yield "archive forget-export", lambda place, _: f"forgot the export at {place}"
-    yield "snapshot create", _snapshot
-    yield "snapshot drop", lambda name, _: f"dropped snapshot {name}"
-    yield "snapshot export", _export
+    yield from _of_the_archive()
 
 
 WORDS: Final[Mapping[str, Callable[[str, Facts], str]]] = dict(_each())

@@ -133,6 +133,9 @@ PAGES: Final[Mapping[str, tuple[str, str]]] = {
     "MqlayerVersionsOverdue": ("/outbox#versions", "Missing versions"),
     "MqlayerJobsLate": ("/nodes#jobs", "Jobs"),
     "MqlayerJobFailed": ("/nodes#jobs", "Jobs"),
+    "MqlayerScheduleFaults": ("/schedules", "Schedules"),
+    "MqlayerScheduleFailed": ("/schedules", "Schedules"),
+    "MqlayerScheduleLate": ("/schedules", "Schedules"),
     "MqlayerSamplesMissing": ("/nodes#jobs", "Jobs"),
     "MqlayerProducerReplaced": ("/nodes#sources", "Producers"),
 }

@@ -240,6 +240,27 @@ def check_protocol(checked: CheckedDatabase, limits: CheckLimits) -> list[Findin
     return found or [Finding("protocol", checked.subject, CheckStatus.OK, seen)]
 
 
+def check_schedules(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """Report schedules of analytics whose last run found faults or failed, and late ones."""
+    found, count = [], 0
+    for name, state, error, age_s, jobs, overdue_s in checked.rows("check_schedules"):
+        count += 1
+        if state in {"faults", "failed"}:
+            told = "found faults" if state == "faults" else "failed"
+            seen = f"schedule {name}: {', '.join(jobs) or 'its run'} {told} {format_seconds(age_s)} ago"
+            seen += f": {error}" if error else ""
+            verdict = CheckStatus.BROKEN if state == "faults" else CheckStatus.WARNING
+            found.append(
+                Finding("schedules", checked.subject, verdict, seen, f"mqlayer analytics schedule runs {name}")
+            )
+        if overdue_s > limits.schedule_s:
+            seen = f"schedule {name} is due for {format_seconds(overdue_s)} without a run"
+            fix = "does Celery's worker run, and does another run go on? mqlayer analytics schedule list"
+            found.append(Finding("schedules", checked.subject, CheckStatus.WARNING, seen, fix))
+    seen = f"the last run of each of {count} schedules was good" if count else "there is no schedule of analytics"
+    return found or [Finding("schedules", checked.subject, CheckStatus.OK, seen)]
+
+
 CHECKS: Final[dict[str, Check[CheckedDatabase]]] = {
     "replaced": check_replaced,
     "numbers": check_numbers,
@@ -254,4 +275,5 @@ CHECKS: Final[dict[str, Check[CheckedDatabase]]] = {
     "parked": check_parked,
     "pauses": check_pauses,
     "archive": check_archive,
+    "schedules": check_schedules,
 }

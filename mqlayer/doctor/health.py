@@ -550,6 +550,20 @@ def _archive(look: HealthLook) -> Iterator[Problem]:
             yield Problem(late, text, _before(passed_s), topic)
 
 
+def _schedules(look: HealthLook) -> Iterator[Problem]:
+    late = ALERTS["MqlayerScheduleLate"]
+    for name, state, error, age_s, jobs, overdue_s in look.rows("check_schedules"):
+        if state == "faults":
+            text = f"{', '.join(jobs)} of schedule {name} found faults"
+            yield Problem(ALERTS["MqlayerScheduleFaults"], text, _before(age_s), item=name)
+        if state == "failed":
+            text = f"The last run of schedule {name} failed: {error or ', '.join(jobs)}"
+            yield Problem(ALERTS["MqlayerScheduleFailed"], text, _before(age_s), item=name)
+        if overdue_s > late.above:
+            text = f"Schedule {name} is due for {format_seconds(overdue_s)} without a run"
+            yield Problem(late, text, _before(overdue_s), item=name)
+
+
 def _jobs(look: HealthLook) -> Iterator[Problem]:
     jobs = job_statuses(look.runtime.control)
     late = [one for one in jobs if one.is_late]
@@ -599,6 +613,7 @@ FINDERS: Final[Mapping[str, Finder]] = {
     "route changes": _changes,
     "automatic routes": _autopilot,
     "archive": _archive,
+    "schedules": _schedules,
     "jobs": _jobs,
     "samples": _samples,
     "processes": _processes,

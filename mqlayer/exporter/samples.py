@@ -46,6 +46,10 @@ def control_samples(runtime: Runtime, *, by_partition: bool = False) -> Samples:
         found["mqlayer.archive.gaps"].append((gaps, {"topic": topic}))
         if passed_s is not None:
             found["mqlayer.archive.delay"].append((passed_s, {"topic": topic}))
+    for name, state, _, _, _, overdue_s in _rows(runtime.control, "check_schedules"):
+        found["mqlayer.schedule.faults"].append((int(state == "faults"), {"schedule": name}))
+        found["mqlayer.schedule.failed"].append((int(state == "failed"), {"schedule": name}))
+        found["mqlayer.schedule.overdue"].append((overdue_s, {"schedule": name}))
     for name, age_s in _rows(runtime.control, "metrics_jobs", names=[job.name for job in PERIODIC_JOBS]):
         found["mqlayer.jobs.age"].append((age_s, {"name": name}))
     found["mqlayer.jobs.late"].append((len(late_jobs(runtime.control)), {}))

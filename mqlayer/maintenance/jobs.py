@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mqlayer.archive import archive_pass, index_days, retain_by_topics
+from mqlayer.archive.scheduled_runs import start_due
 from mqlayer.autopilot import auto_routes
 from mqlayer.groups import balance_by_rate, rebalance_groups
 from mqlayer.groups.retirement import forget_instances, forget_retired, retire_absent
@@ -132,6 +133,11 @@ def _retain(runtime: Runtime, _: float) -> None:
     index_days(runtime)
 
 
+def _run_schedules(runtime: Runtime, _: float) -> None:
+    """Start the run of the schedule that is due; end lost runs."""
+    start_due(runtime)
+
+
 def _release_delayed(runtime: Runtime, every_s: float) -> None:
     """Publish due delayed messages."""
     release_delayed(runtime.outbox, at_most_s=every_s)
@@ -201,6 +207,7 @@ PERIODIC_JOBS: Final = (
     PeriodicJob("clean_bulk", 300, _clean_bulk, "rows by age"),
     PeriodicJob("archive", 5, _archive, "the topic's lock and marks"),
     PeriodicJob("retain", 300, _retain, "days by age; snapshots keep theirs"),
+    PeriodicJob("run_schedules", 60, _run_schedules, "the run's row and lease"),
     PeriodicJob("release_delayed", 5, _release_delayed, "the message's row", per_application=True),
     PeriodicJob("clean_dedup", 60, _clean_dedup, "rows by age", per_application=True),
     PeriodicJob("clean_inbox", 300, _clean_inbox, "rows by age", per_application=True),

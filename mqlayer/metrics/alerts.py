@@ -148,6 +148,19 @@ _ALL: Final = (
         "Does Celery's worker run, and has the archive's disk room?", above=300, for_s=300,
     ),
     Alert(
+        "MqlayerScheduleFaults", "critical", "A scheduled job found faults",
+        "mqlayer analytics schedule runs NAME names the job and the snapshot; the job by hand on that snapshot names "
+        "the records.",
+    ),
+    Alert(
+        "MqlayerScheduleFailed", "warning", "A run of a schedule failed",
+        "mqlayer analytics schedule runs NAME has the error; mqlayer analytics schedule run NAME tries it again.",
+    ),
+    Alert(
+        "MqlayerScheduleLate", "warning", "A schedule is late",
+        "Does Celery's worker run, and does a long run of another schedule go on?", above=3600,
+    ),
+    Alert(
         "MqlayerJobFailed", "warning", "A periodic job failed",
         "The job runs again at its next time; the worker's log has the whole error.", rule=False,
     ),

@@ -190,6 +190,18 @@ _ALL: Final = (
     Instrument("mqlayer.archive.delay", "gauge", "s", ("topic",), "exporter", "Since an archiver reached the end"),
     Instrument("mqlayer.archive.gaps", "gauge", "{gap}", ("topic",), "exporter", "Gaps that wait for an operator"),
     Instrument(
+        "mqlayer.schedule.faults", "gauge", "1", ("schedule",), "exporter",
+        "1 if the last run of a schedule of analytics found faults",
+    ),
+    Instrument(
+        "mqlayer.schedule.failed", "gauge", "1", ("schedule",), "exporter",
+        "1 if the last run of a schedule of analytics failed",
+    ),
+    Instrument(
+        "mqlayer.schedule.overdue", "gauge", "s", ("schedule",), "exporter",
+        "How long a schedule of analytics is due without a run",
+    ),
+    Instrument(
         "mqlayer.processes", "gauge", "{process}", ("kind", "version", "protocol"), "exporter",
         "Living members, relays, workers, producers and receivers, by release and highest protocol version",
     ),

@@ -297,6 +297,19 @@ SELECT t.name, (SELECT count(*) FROM mqlayer_archive.gap g WHERE g.topic_id = t.
         WHERE g.topic_id = t.topic_id AND o.dropped_at > now() - interval '1 day')::bigint AS dropped
 FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id) WHERE t.archived AND t.deleted_at IS NULL ORDER BY t.name;
 
+-- name: check_schedules
+-- Schedules: the end of the last run with its error and age, the jobs that found faults, and how long it is overdue.
+SELECT s.name, r.state, r.error, extract(epoch FROM clock_timestamp() - r.ended_at)::float8 AS age_s,
+       coalesce((SELECT array_agg(j.key ORDER BY j.key) FROM jsonb_each(r.results) j WHERE j.value ->> 'state' <> 'good'),
+                '{}') AS jobs,
+       CASE WHEN s.paused_at IS NULL AND o.run_id IS NULL THEN
+           greatest(0, extract(epoch FROM clock_timestamp() - s.next_at))::float8 ELSE 0 END AS overdue_s
+FROM mqlayer.analytics_schedule s
+LEFT JOIN LATERAL (SELECT * FROM mqlayer.analytics_run e WHERE e.schedule = s.name AND e.state <> 'running'
+                   ORDER BY e.run_id DESC LIMIT 1) r ON true
+LEFT JOIN mqlayer.analytics_run o ON o.schedule = s.name AND o.state = 'running'
+ORDER BY s.name;
+
 -- name: outbox_waiting
 -- What waits in the outbox by topic and node, given the LPs of each: messages, those behind a quarantined row, LPs, and when
 -- the oldest was committed. No node: the LPs have none.

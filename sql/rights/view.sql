@@ -3,6 +3,8 @@ GRANT USAGE ON SCHEMA mqlayer TO {role};
 GRANT USAGE ON SCHEMA mqlayer_app TO {role};
 GRANT USAGE ON SCHEMA mqlayer_archive TO {role};
 GRANT SELECT ON mqlayer.abandoned TO {role};
+GRANT SELECT ON mqlayer.analytics_run TO {role};
+GRANT SELECT ON mqlayer.analytics_schedule TO {role};
 GRANT SELECT ON mqlayer.assignment TO {role};
 GRANT SELECT ON mqlayer.audit TO {role};
 GRANT SELECT ON mqlayer.breaker TO {role};

@@ -3,6 +3,9 @@ GRANT USAGE ON SCHEMA mqlayer TO {role};
 GRANT USAGE ON SCHEMA mqlayer_app TO {role};
 GRANT USAGE ON SCHEMA mqlayer_archive TO {role};
 GRANT SELECT ON mqlayer.abandoned TO {role};
+GRANT SELECT, INSERT (lease_until, schedule, worker), UPDATE (ended_at, error, job, lease_until, results, snapshot, state),
+    DELETE ON mqlayer.analytics_run TO {role};
+GRANT SELECT, UPDATE (next_at) ON mqlayer.analytics_schedule TO {role};
 GRANT SELECT, INSERT (epoch, group_id, member_id, partition_id, target), UPDATE (changed_at, epoch, member_id, target),
     DELETE ON mqlayer.assignment TO {role};
 GRANT SELECT, INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};
@@ -120,7 +123,7 @@ GRANT SELECT, INSERT (body_limit, name, topic_id), UPDATE (body_limit) ON mqlaye
 GRANT SELECT (ended, id, reason, seq, voided_at), INSERT (body, created_at, headers, id, key, lp, reason, seq,
     topic_id), UPDATE (seq) ON mqlayer_app.voided TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_archive.batches_v1 TO {role};
-GRANT SELECT ON mqlayer_archive.cut TO {role};
+GRANT SELECT, INSERT (first_seq, last_seq, lp, snapshot_id, source, topic_id) ON mqlayer_archive.cut TO {role};
 GRANT SELECT, INSERT (day, first_batch, last_batch, outcomes, records, topic_id), UPDATE (last_batch, outcomes,
     records), DELETE ON mqlayer_archive.day TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_archive.day_drop_v1 TO {role};
@@ -147,6 +150,9 @@ GRANT SELECT, INSERT (complete, partition_id, topic_id, upto_offset), UPDATE (co
     mqlayer_archive.progress TO {role};
 GRANT SELECT, INSERT (archived_at, batch, body, headers, key, log_offset, lp, partition_id, published_at, seq, source,
     tags, topic_id, version) ON mqlayer_archive.record TO {role};
-GRANT SELECT ON mqlayer_archive.snapshot TO {role};
-GRANT SELECT, UPDATE (exported_batch) ON mqlayer_archive.snapshot_topic TO {role};
+GRANT SELECT, INSERT (name, upto_at), DELETE ON mqlayer_archive.snapshot TO {role};
+GRANT SELECT, INSERT (batch, records, snapshot_id, topic_id, version, whole), UPDATE (exported_batch) ON
+    mqlayer_archive.snapshot_topic TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_archive.snapshot_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_archive.snapshot_v2 TO {role};
 GRANT SELECT, UPDATE (batch, dropped_batch, last_pass_at) ON mqlayer_archive.topic TO {role};

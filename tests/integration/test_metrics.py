@@ -22,6 +22,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 import mqlayer
+from mqlayer.archive.schedules import create_schedule
 from mqlayer.autopilot import set_policy
 from mqlayer.errors import StoreUnavailable
 from mqlayer.exporter import SystemExporter, control_samples
@@ -390,6 +391,7 @@ def test_a_thousand_partitions_make_at_most_500_series_and_no_more_statements(
             world.add_topic(topic, partitions=500, archived=True)
             set_policy(world.runtime(), topic, mode="on")
         make_group(world, topic, group)
+    create_schedule(world.runtime(), "nightly", every_s=86_400)
     names = [job.name for job in PERIODIC_JOBS]
     world.rows("INSERT INTO mqlayer.job (name, last_at) SELECT unnest(%s::text[]), now() RETURNING 1", names)
     world.rows("UPDATE mqlayer_archive.topic SET last_pass_at = now() RETURNING 1")

@@ -48,6 +48,13 @@ OPTIONS: Final[dict[str, str]] = {
         ("analytics skew", "analytics all"),
         "--snapshot --topic --out --html --partitions --split-report --method --conf --json",
     ),
+    "analytics schedule create": "NAME --every --job --topic --keep --first",
+    "analytics schedule list": "--json",
+    "analytics schedule runs": "NAME --limit --after --json",
+    "analytics schedule run": "NAME --if-due",
+    "analytics schedule pause": "NAME",
+    "analytics schedule resume": "NAME",
+    "analytics schedule drop": "NAME --plan --yes",
     "analytics what-if":
         "--snapshot --topic --partitions --split-report --version --group --members --member-rate --handler-ms "
         "--concurrency --balance --slot --since --until --auto --capacity --cool-down --changes-per-hour "
@@ -216,6 +223,10 @@ SMALL: Final = {
     "parked release": "sends what would be sent anyway",
     "replay resume": "goes on with what was planned",
     "snapshot create": "adds something; dropped by drop",
+    "analytics schedule create": "adds something; dropped by drop",
+    "analytics schedule run": "does what the worker does at the schedule's time",
+    "analytics schedule pause": "undone by resume",
+    "analytics schedule resume": "undone by pause",
     "upgrade cancel": "undone by upgrade finalize --drain",
     "topic schema": "adds a version; the topic's mode refuses what breaks readers",
 }  # fmt: skip

@@ -16,6 +16,7 @@ from mqlayer.console.views import (
     outbox,
     overview,
     parked,
+    schedules,
     topics,
 )
 
@@ -30,6 +31,7 @@ _VIEWS: Final = (
     changes,
     outbox,
     nodes,
+    schedules,
     doctor,
     audit,
     glossary,

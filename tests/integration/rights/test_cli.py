@@ -25,7 +25,8 @@ PLANS = {
     "group seek": "orders g --to latest", "node lost": "node-1",
     "node balance": "", "node drain": "node-1", "node remove": "node-1", "outbox adopt": "", "outbox renew": "",
     "outbox quarantine discard": "7", "replay start": "orders g --all", "route reopen": "orders",
-    "snapshot drop": "cut", "versions forget": "sink e --reason r", "versions set": "sink e 2 --reason r",
+    "snapshot drop": "cut", "analytics schedule drop": "nightly",
+    "versions forget": "sink e --reason r", "versions set": "sink e 2 --reason r",
     "topic delete": "orders", "upgrade finalize": "", "group deploy": "orders g --to main",
     "route merge": "orders {first} {second}", "route move": "orders {first}",
     "route split": "orders {first} --at 100",
@@ -62,6 +63,7 @@ OTHERS = {
     "status": "works on a directory, by the account",
 }  # fmt: skip
 JOBS = {
+    "analytics schedule run": Right.WORK,
     "archive export": Right.WORK, "archive forget-export": Right.WORK, "archive retain": Right.WORK,
     "archive run": Right.WORK, "archive verify-export": Right.WORK,
     "node rearm": Right.RELAY, "outbox recover": Right.RELAY,
@@ -165,6 +167,7 @@ def test_a_consumer_changes_its_own_group_and_no_other(
 def test_who_may_view_sees_plans_of_changes(system: System, act_as: Act) -> None:
     system.old_day()
     system.cut()
+    system.make_schedule()
     system.another_node()
     system.exported()
     first, second = system.stage.partitions

@@ -1,0 +1,277 @@
+"""Schedules of analytics: snapshots at fixed times, jobs on them, and what a lost run leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from mqlayer.archive import list_snapshots
+from mqlayer.archive.scheduled_runs import LOST, command_of, run_schedule, start_due
+from mqlayer.archive.schedules import (
+    SCHEDULED_JOBS,
+    SCHEDULES_LIMIT,
+    Schedule,
+    create_schedule,
+    drop_schedule,
+    find_schedule,
+    pause_schedule,
+    resume_schedule,
+    schedule_runs,
+    schedules,
+)
+from mqlayer.doctor import CheckStatus, diagnose
+from mqlayer.doctor.health import system_health
+from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.exporter.samples import control_samples
+from mqlayer.settings import Settings
+from tests.fixtures.archived import ArchivedTopics
+from tests.fixtures.failpoints import armed
+from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
+
+DAY = 86_400
+GOOD = {"job": "audit", "good": True, "verdict": "clean", "records": 3, "topics": [1]}
+PROGRAM = """
+import sys
+from mqlayer.archive.scheduled_runs import run_schedule
+from mqlayer.postgres.database import Database
+from mqlayer.runtime import Runtime
+from mqlayer.settings import Settings
+says = [sys.executable, "-c", 'print(\\'{"job": "audit"}\\')']
+with Database(sys.argv[1]) as database:
+    run_schedule(Runtime(database, Settings()), "nightly", lease_s=0.5, command=lambda *_: says)
+"""
+
+
+def program(text: str) -> Sequence[str]:
+    return [sys.executable, "-c", text]
+
+
+def says(facts: dict[str, Any], code: int = 0) -> Any:
+    """A job's command that prints these facts."""
+    return lambda *_: program(f"import sys; print('starts'); print({json.dumps(facts)!r}); sys.exit({code})")
+
+
+@pytest.fixture
+def nightly(archived: ArchivedTopics) -> ArchivedTopics:
+    """A schedule of one job, of an archive of three records."""
+    archived.put("a", "b", "a")
+    create_schedule(runtime_of(archived.database), "nightly", every_s=DAY, jobs=["audit"], keep=2)
+    return archived
+
+
+def sql(archived: ArchivedTopics, text: str) -> None:
+    with archived.database.connection() as connection:
+        connection.execute(text)
+
+
+def due(archived: ArchivedTopics) -> None:
+    sql(archived, "UPDATE mqlayer.analytics_schedule SET next_at = now() - interval '2 days 1 hour'")
+
+
+def test_a_run_makes_a_snapshot_and_notes_what_each_job_found(nightly: ArchivedTopics) -> None:
+    runtime = runtime_of(nightly.database)
+    done = run_schedule(runtime, "nightly", command=says(GOOD))
+    assert done is not None
+    assert (done.state, done.error, done.job) == ("good", None, None)
+    assert done.results["audit"]["state"] == "good"
+    assert done.results["audit"]["facts"] == {name: GOOD[name] for name in ("job", "good", "verdict", "records")}
+    (snapshot,) = list_snapshots(nightly.database)
+    assert (snapshot.name, snapshot.records) == (done.snapshot, 3)
+    assert find_schedule(nightly.database, "nightly").last == done
+
+
+def test_only_the_newest_snapshots_of_a_schedule_stay(nightly: ArchivedTopics) -> None:
+    runtime = runtime_of(nightly.database)
+    made = [run_schedule(runtime, "nightly", command=says(GOOD)) for _ in range(4)]
+    kept = {one.name for one in list_snapshots(nightly.database)}
+    assert kept == {one.snapshot for one in made[2:] if one is not None}
+    assert [one.run_id for one in schedule_runs(nightly.database, "nightly")] == sorted(
+        (one.run_id for one in made if one is not None), reverse=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "state", "job"),
+    [
+        (says(GOOD | {"good": False}, 1), "faults", "faults"),
+        (lambda *_: program("import sys; sys.exit('no Java: install it')"), "failed", "failed"),
+        (lambda *_: program("import os; os.abort()"), "failed", "failed"),
+    ],
+    ids=["faults", "error", "crash"],
+)
+def test_a_job_that_finds_faults_and_one_that_fails_are_told_apart(
+    nightly: ArchivedTopics, command: Any, state: str, job: str
+) -> None:
+    runtime = runtime_of(nightly.database)
+    done = run_schedule(runtime, "nightly", command=command)
+    assert done is not None
+    assert (done.state, done.results["audit"]["state"]) == (state, job)
+    problems = {one.alert.name for one in system_health(runtime).problems if one.item == "nightly"}
+    assert problems == {"MqlayerScheduleFaults" if state == "faults" else "MqlayerScheduleFailed"}
+    samples = control_samples(runtime)
+    assert samples["mqlayer.schedule.faults"] == [(int(state == "faults"), {"schedule": "nightly"})]
+    assert samples["mqlayer.schedule.failed"] == [(int(state == "failed"), {"schedule": "nightly"})]
+    (found,) = [one for one in diagnose(Settings(dsn=SecretStr(nightly.dsn))) if one.check == "schedules"]
+    assert found.verdict is (CheckStatus.BROKEN if state == "faults" else CheckStatus.WARNING)
+    assert "audit" in found.seen
+
+
+def test_a_failed_jobs_last_line_is_kept(nightly: ArchivedTopics) -> None:
+    told = "can't reach postgresql://me:secret@host/db"
+    done = run_schedule(
+        runtime_of(nightly.database), "nightly", command=lambda *_: program(f"import sys; sys.exit({told!r})")
+    )
+    assert done is not None
+    assert "can't reach" in done.results["audit"]["error"]
+    assert "secret" not in done.results["audit"]["error"]
+
+
+def test_a_due_schedule_runs_once_and_keeps_its_time_of_day(nightly: ArchivedTopics) -> None:
+    runtime = runtime_of(nightly.database)
+    due(nightly)
+    began = find_schedule(nightly.database, "nightly").next_at
+    assert run_schedule(runtime, "nightly", if_due=True, command=says(GOOD)) is not None
+    assert run_schedule(runtime, "nightly", if_due=True, command=says(GOOD)) is None
+    upcoming = find_schedule(nightly.database, "nightly").next_at
+    assert upcoming > datetime.now(UTC)
+    assert (upcoming - began) % timedelta(seconds=DAY) == timedelta()
+    pause_schedule(runtime, "nightly")
+    due(nightly)
+    assert run_schedule(runtime, "nightly", if_due=True, command=says(GOOD)) is None, "it is paused"
+    resume_schedule(runtime, "nightly")
+    assert run_schedule(runtime, "nightly", if_due=True, command=says(GOOD)) is not None
+
+
+def test_one_run_goes_on_at_a_time(nightly: ArchivedTopics) -> None:
+    runtime = runtime_of(nightly.database)
+    create_schedule(runtime, "weekly", every_s=7 * DAY)
+    inner: list[Any] = []
+
+    def command(*_: Any) -> Sequence[str]:
+        inner.append(run_schedule(runtime, "weekly"))
+        inner.append(start_due(runtime))
+        return says(GOOD)()  # type: ignore[no-any-return]
+
+    done = run_schedule(runtime, "nightly", command=command)
+    assert done is not None
+    assert inner == [None, None]
+    assert run_schedule(runtime, "weekly") is not None
+
+
+PLACES = ("after_claim", "before_snapshot", "after_snapshot", "before_job", "after_job")
+
+
+@pytest.mark.parametrize("place", [f"schedule.{place}" for place in PLACES])
+def test_a_run_killed_anywhere_is_ended_and_its_schedule_runs_again(nightly: ArchivedTopics, place: str) -> None:
+    runtime = runtime_of(nightly.database)
+    killed = ask_python("-c", PROGRAM, nightly.dsn, env=os.environ | armed(f"{place}=kill@1"))
+    assert killed.returncode == -9, "the place was not reached"
+    before = find_schedule(nightly.database, "nightly").running
+    assert before is not None
+
+    def again() -> Any:
+        return run_schedule(runtime, "nightly", command=says(GOOD))
+
+    done = wait_until(again, timeout_s=20, what="the lost run's lease ends")
+    assert done.state == "good"
+    lost = schedule_runs(nightly.database, "nightly")[1]
+    assert (lost.run_id, lost.state, lost.error) == (before.run_id, "failed", LOST)
+    made = {one.name for one in list_snapshots(nightly.database)}
+    assert made == {one.snapshot for one in schedule_runs(nightly.database, "nightly")} & made
+    for _ in range(2):
+        again()
+    assert len(list_snapshots(nightly.database)) == 2, "a lost run's snapshot goes like others"
+
+
+def test_a_lost_run_is_due_again_soon(nightly: ArchivedTopics) -> None:
+    sql(
+        nightly,
+        "INSERT INTO mqlayer.analytics_run (schedule, worker, lease_until) VALUES ('nightly', 'gone 1', now() - "
+        "interval '1 s')",
+    )
+    sql(nightly, "UPDATE mqlayer.analytics_schedule SET next_at = now() + interval '1 day'")
+    assert start_due(runtime_of(nightly.database)) is None
+    one = find_schedule(nightly.database, "nightly")
+    assert one.running is None
+    assert one.last is not None
+    assert one.last.error == LOST
+    assert one.next_at < datetime.now(UTC) + timedelta(minutes=11)
+
+
+def test_a_run_that_lost_its_lease_notes_nothing_more(nightly: ArchivedTopics) -> None:
+    runtime = runtime_of(nightly.database)
+
+    def command(*_: Any) -> Sequence[str]:
+        sql(
+            nightly,
+            "UPDATE mqlayer.analytics_run SET state = 'failed', error = 'taken', ended_at = now() "
+            "WHERE state = 'running'",
+        )
+        return program("import time; time.sleep(60)")
+
+    with pytest.raises(Conflict, match="lost its lease"):
+        run_schedule(runtime, "nightly", lease_s=0.6, command=command)
+    (run,) = schedule_runs(nightly.database, "nightly")
+    assert (run.state, run.error, run.results) == ("failed", "taken", {})
+
+
+def test_without_anything_archived_the_run_fails_and_says_why(archived: ArchivedTopics) -> None:
+    runtime = runtime_of(archived.database)
+    archived.topic("mails", archived=False)
+    create_schedule(runtime, "nightly", every_s=DAY, topics=["mails"])
+    done = run_schedule(runtime, "nightly")
+    assert done is not None
+    assert done.state == "failed"
+    assert "is not archived" in str(done.error)
+
+
+def test_wrong_schedules_are_refused_with_what_to_do(nightly: ArchivedTopics) -> None:
+    runtime = runtime_of(nightly.database)
+
+    def refused(kind: type[Exception], match: str, name: str = "other", **given: Any) -> None:
+        with pytest.raises(kind, match=match):
+            create_schedule(runtime, name, **{"every_s": DAY} | given)
+
+    refused(Conflict, "exists", "nightly")
+    refused(InvalidInput, "ten|10 minutes", every_s=599)
+    refused(InvalidInput, "366 days", every_s=367 * DAY)
+    refused(InvalidInput, "no scheduled job order: choose from audit", jobs=["order"])
+    refused(InvalidInput, "keeps 1 to 100", keep=0)
+    refused(InvalidInput, "no time zone", first_at=datetime(2026, 1, 1))  # noqa: DTZ001 - the case
+    refused(InvalidInput, "at most 40", "a" * 41)
+    with pytest.raises(NotFound):
+        drop_schedule(runtime, "other")
+    with pytest.raises(NotFound):
+        run_schedule(runtime, "other")
+    for number in range(SCHEDULES_LIMIT - 1):
+        create_schedule(runtime, f"s{number}", every_s=DAY)
+    refused(InvalidInput, "drop one")
+    assert len(schedules(nightly.database)) == SCHEDULES_LIMIT
+
+
+def test_every_job_has_a_command_and_a_page(tmp_path: Path, nightly: ArchivedTopics) -> None:
+    one = find_schedule(nightly.database, "nightly")
+    for job in SCHEDULED_JOBS:
+        words = command_of(job, one, "cut", tmp_path)
+        assert words[1:6] == ["-m", "mqlayer", "analytics", job, "--snapshot"]
+        assert str(tmp_path / "nightly" / "cut" / f"{job}.html") in words
+
+
+def test_a_schedule_is_read_back_as_it_was_made(archived: ArchivedTopics) -> None:
+    first = datetime(2030, 1, 1, 2, tzinfo=UTC)
+    made = create_schedule(
+        runtime_of(archived.database), "nightly", every_s=DAY, jobs=["skew", "audit"], topics=["orders"], first_at=first
+    )
+    assert isinstance(made, Schedule)
+    assert (made.jobs, made.topics, made.next_at, made.keep) == (("audit", "skew"), ("orders",), first, 3)
+    assert schedules(archived.database) == [made]
