@@ -24,6 +24,7 @@ FRAMEWORK = {
     "__init__",
     "__main__",
     "actors",
+    "archive_rows",
     "compare",
     "consumer_process",
     "consumer_notes",
@@ -31,10 +32,12 @@ FRAMEWORK = {
     "member_process",
     "memory_process",
     "memory_table",
+    "process_trees",
     "processes",
     "quick_restarts",
     "recording",
     "registry",
+    "spark_scale_driver",
     "stage",
 }
 

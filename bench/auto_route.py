@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Final
@@ -46,6 +46,16 @@ class Run:
 
     whole_per_s: float
     end_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunTimes:
+    """Monotonic times in ns: of the publishing's begin and end, of each key that was sent, of each handled message."""
+
+    began: int
+    ended: int
+    sent: Sequence[tuple[int, str]]
+    handled: Sequence[int]
 
 
 @bench("auto_route")
@@ -89,6 +99,14 @@ def turns() -> list[str]:
 
 
 def measure(system: System, *, automatic: bool = False) -> Run:
+    """Return what members handled of it all, and at its end."""
+    times = run_members(system, automatic=automatic)
+    handled = [at for at in times.handled if at < times.ended]
+    late = sum(at >= times.ended - COUNTED_S * 1e9 for at in handled)
+    return Run(round(len(handled) / (times.ended - times.began) * 1e9, 1), round(late / COUNTED_S, 1))
+
+
+def run_members(system: System, *, automatic: bool = False) -> RunTimes:
     """Publish at the rate while members handle; with `automatic`, passes of the autopilot run beside."""
     stopping = threading.Event()
     beside = threading.Thread(target=work, args=(system, stopping, automatic))
@@ -101,13 +119,12 @@ def measure(system: System, *, automatic: bool = False) -> Run:
         wait_until(lambda: owned(system) == len(load_route(system.database, "bench").ranges))
         beside.start()
         began_ns = time.monotonic_ns()
-        publish(system)
+        sent = publish(system)
         ended_ns = time.monotonic_ns()
         stopping.set()
         beside.join()
-        times = [one.at_ns for worker in members.workers for one in worker.notes(began_ns) if one.at_ns < ended_ns]
-    late = sum(at >= ended_ns - COUNTED_S * 1e9 for at in times)
-    return Run(round(len(times) / (ended_ns - began_ns) * 1e9, 1), round(late / COUNTED_S, 1))
+        handled = [one.at_ns for worker in members.workers for one in worker.notes(began_ns)]
+    return RunTimes(began_ns, ended_ns, sent, handled)
 
 
 def owned(system: System) -> int:
@@ -117,14 +134,17 @@ def owned(system: System) -> int:
     return int(rows[0][0])
 
 
-def publish(system: System) -> None:
-    """Publish for the time of a run."""
-    keys = turns()
+def publish(system: System) -> list[tuple[int, str]]:
+    """Publish for the time of a run; return when, and the keys."""
+    keys, sent = turns(), list[tuple[int, str]]()
     with Producer(system.settings, name="bench") as producer:
         began = time.monotonic()
         for number in range(int(SECONDS * RATE_PER_S)):
             time.sleep(max(0.0, began + number / RATE_PER_S - time.monotonic()))
-            producer.send_oneway("bench", key=keys[number % len(keys)], body=BODY)
+            key = keys[number % len(keys)]
+            producer.send_oneway("bench", key=key, body=BODY)
+            sent.append((time.monotonic_ns(), key))
+    return sent
 
 
 def work(system: System, stopping: threading.Event, automatic: bool) -> None:

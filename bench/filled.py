@@ -22,7 +22,7 @@ from bench.long_lists import FILL
 from bench.rebalance import new_group
 from bench.registry import Line, bench, note
 from bench.stage import BATCH, KEYS, Stage, System
-from mqlayer.domain.routing import lp_of
+from mqlayer.domain.routing import LP_COUNT, lp_of
 from mqlayer.groups import Group, join, send_heartbeat
 from mqlayer.parking.store import KeyEntry, KeyRef, KeyUpdate, ParkingBatch, ParkingStore
 from mqlayer.postgres.database import Connection, Database
@@ -50,6 +50,7 @@ TOUCHED: Final = (
     "Rows Removed by Join Filter",
     "Rows Removed by Index Recheck",
 )
+RELAY_QUERIES: Final = ("outbox_scan", "outbox_of_lps", "counter_news", "outbox_backlog")
 STATEMENT: Final = re.compile(r"(--[^\n]*\n|\s)*(SELECT|INSERT|UPDATE|DELETE|WITH)\b")
 OUTBOX: Final = """
 INSERT INTO mqlayer_app.outbox (id, topic_id, lp, slot, seq, created_at, key, body)
@@ -181,6 +182,13 @@ class Scene:
         self.owned = send_heartbeat(system.database, session, lease_s=LEASE_S).assignments[0]
         self._number = 2_000_000_000
         with system.database.connection() as connection:
+            connection.execute(query("outbox_identity_put"))
+            ((outbox_uuid,),) = connection.execute(query("outbox_uuid")).fetchall()
+            ((term,),) = connection.execute(query("outbox_term")).fetchall()
+            self._relay = {"outbox_uuid": outbox_uuid, "term": term}
+            # Else each act would make its epochs, and leave them dead.
+            facts = {"group_id": self.group.group_id, "lp_from": 0, "lp_to": LP_COUNT, "epoch": 1}
+            connection.execute(query("fence_raise"), facts)
             # Statistics are late until this bench takes them.
             for table in ("outbox_0", "outbox_1", "outbox_2", "outbox_3", "fence_applied"):
                 connection.execute(f"ALTER TABLE mqlayer_app.{table} SET (autovacuum_enabled = off)".encode())
@@ -188,8 +196,8 @@ class Scene:
                 connection.execute(f"ALTER TABLE mqlayer.{table} SET (autovacuum_enabled = off)".encode())
 
     def fill(self, sizes: Mapping[str, int]) -> None:
-        """Fill the tables."""
-        with self.database.connection() as connection:
+        """Fill the tables, in a session that ends: its triggers' plans are for so many rows at once."""
+        with psycopg.connect(self.system.dsn, autocommit=True) as connection:
             ((slot,),) = connection.execute(
                 "SELECT (floor(date_part('epoch', now()) / 900)::bigint + 2) & 3"
             ).fetchall()
@@ -265,9 +273,9 @@ class Scene:
 
     def _ask(self, name: str, facts: Mapping[str, Any]) -> None:
         with self.database.connection() as connection, connection.transaction(force_rollback=True):
-            if name.startswith("outbox_") and "lp_sets" in facts:
+            if name in RELAY_QUERIES:
                 connection.execute(query("relay_settings"))
-            connection.execute(query(name), facts)
+            connection.execute(query(name), {**facts, **self._relay})
 
     def park(self) -> Sequence[KeyRef]:
         """Park new keys, each with a message."""

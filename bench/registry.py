@@ -39,6 +39,8 @@ BETTER: Final[dict[str, Direction]] = {
     # Work that the same members make: by the second, as it comes from their heartbeats.
     **dict.fromkeys(("CPU s/s", "heartbeats", "in 1,000 stop", "kB/s", "statements/s"), "lower"),
     **dict.fromkeys(("1/s", "changes"), "neither"),
+    # How far a simulation is from what happened.
+    **dict.fromkeys(("messages apart", "changes apart"), "lower"),
 }
 """By unit: which figures are better. A ratio to a baseline of that unit goes the same way."""
 

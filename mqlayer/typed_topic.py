@@ -90,6 +90,11 @@ class Topic(Generic[Body]):
         return None if described is None else normalized(described)
 
     @property
+    def codec(self) -> Codec[Body] | None:
+        """Its codec; None: JSON."""
+        return self._codec
+
+    @property
     def content_type(self) -> str:
         """The media type of its bodies; a codec's attribute `content_type` says its own."""
         if self._codec is None:

@@ -48,6 +48,14 @@ class Tiles:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """A linking cell."""
+
+    text: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """Rows of equal fields."""
 
@@ -307,6 +315,8 @@ def _svg(inner: str, title: str) -> str:
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, Link):
+        return f'<td><a href="{escape(value.url)}">{escape(shortened(value.text))}</a></td>'
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"<td{_kind(value)}>{escape(_text(value))}</td>"
     return f'<td class="n">{value:,}</td>' if isinstance(value, int) else f'<td class="n">{value:,.2f}</td>'

@@ -16,6 +16,7 @@ from mqlayer.spark.data_source import Exported
 from mqlayer.spark.schemas import declared
 
 if TYPE_CHECKING:
+    from mqlayer.domain.body_schemas import JsonSchema
     from mqlayer.spark.snapshot_reader import DatabaseSnapshot
 
 
@@ -28,6 +29,14 @@ class LakeFrames:
     def cut(self) -> list[SeqRange]:
         """Return the snapshot's seq ranges."""
         return self._rest.cut()
+
+    def topics(self) -> list[str]:
+        """Return the topics' names."""
+        return self._rest.topics()
+
+    def schemas(self, topic: str) -> list[JsonSchema]:
+        """Return a topic's schemas that hold, the oldest first."""
+        return self._rest.schemas(topic)
 
     def frame(self, table: ArchiveTable, columns: Mapping[str, str]) -> DataFrame:
         """Return a table's columns."""

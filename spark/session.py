@@ -36,6 +36,15 @@ def jdbc_jar() -> Path | None:
     return next((path for path in JDBC_JARS if path.exists()), None)
 
 
+def parallelism(spark: SparkSession) -> int:
+    """Return the number of concurrent tasks."""
+    try:
+        return max(1, int(spark.sparkContext.defaultParallelism))
+    except (AttributeError, NotImplementedError):
+        # Spark Connect has no such value.
+        return 4
+
+
 def _defaults() -> dict[str, str]:
     found = {
         "spark.redaction.regex": REDACTED,

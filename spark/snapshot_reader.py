@@ -11,59 +11,85 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict, Unpack
 
 from pyspark.sql import DataFrame, SparkSession
 
 from mqlayer.archive.columns import ArchiveTable, check_table, chosen_columns
-from mqlayer.archive.snapshots import SeqRange, find_snapshot, sample_width, snapshot_cut
+from mqlayer.archive.snapshots import SeqRange, find_snapshot, sample_width, snapshot_cut, snapshot_schemas
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.arrow_reader import ReadAddress, read_address
 from mqlayer.postgres.database import Database
 from mqlayer.settings import Settings
 from mqlayer.spark import jdbc
+from mqlayer.spark.body_decoding import (
+    DECODED,
+    ERROR,
+    NEEDED,
+    BodyDecoding,
+    decoded_frame,
+    typed_decoding,
+)
+from mqlayer.spark.body_types import body_shape
 from mqlayer.spark.chain_check import COLUMNS, check_chain
 from mqlayer.spark.data_source import APPLICATION, Exported, bound_source, parts_of
+from mqlayer.spark.package_path import share_package
 from mqlayer.spark.parquet_snapshot import ParquetSnapshot
+from mqlayer.spark.session import parallelism
 
 if TYPE_CHECKING:
+    from mqlayer.domain.body_schemas import JsonSchema
     from mqlayer.spark.lake_snapshot import LakeFrames
+    from mqlayer.typed_topic import Topic
 
 ReadMethod = Literal["jdbc", "python"]
 METHODS: Final = ("jdbc", "python")
 # A private name: `mqlayer` may be bound to another database.
 BOUND: Final = "mqlayer_bound"
+TASK_RECORDS: Final = 1_000_000
+"""At most about so many per task by default: its transaction, which holds back vacuum, lasts for seconds."""
 
 _registering = threading.Lock()
+
+
+class ReadOptions(TypedDict, total=False):
+    """Options of both readers.
+
+    `columns`: only these, in this order. `check`: first prove by another read that each seq of the cut is there once.
+    `decode`: True, a topic's name or a `mqlayer.Topic`; `strict`: as `decode_bodies`.
+    """
+
+    table: ArchiveTable
+    columns: Sequence[str] | None
+    check: bool
+    decode: bool | str | Topic[Any]
+    strict: bool
 
 
 def read_snapshot(
     spark: SparkSession,
     name: str,
     *,
-    table: ArchiveTable = "records",
     dsn: str | None = None,
-    columns: Sequence[str] | None = None,
     method: ReadMethod | None = None,
     partitions: int | None = None,
-    check: bool = False,
+    **options: Unpack[ReadOptions],
 ) -> DataFrame:
     """Return a snapshot's records, outcomes or lineage; every read gives the same rows.
 
-    `dsn`: default MQLAYER_DSN. `columns`: only these, in this order. `method`: default JDBC if a driver and host allow
-    it, else Python. `partitions`: most tasks. `check`: first prove by another read that each seq of the cut is there
-    once.
+    `dsn`: default MQLAYER_DSN. `method`: default JDBC if a driver and host allow it, else Python. `partitions`: most
+    tasks, by default one per core, or per million records.
 
     Raises ArchiveBroken (`check`), NotFound, InvalidInput for a wrong option.
     """
-    selection = _Selection.of(table, columns, check=check)
+    selection = _Selection.of(**options)
     if partitions is not None and partitions < 1:
         raise InvalidInput(f"option partitions: {partitions} tasks can't read; say 1 or more")
     if method is not None and method not in METHODS:
         raise InvalidInput(f"option method: there is no {method!r}; choose one of {', '.join(METHODS)}")
     address = read_address(dsn or Settings().control_dsn())
     how = _method(spark, method, address)
-    return selection.read(DatabaseSnapshot(spark, name, address, how, partitions or _parallelism(spark)), name)
+    return selection.read(DatabaseSnapshot(spark, name, address, how, partitions), name)
 
 
 def read_across(
@@ -71,66 +97,85 @@ def read_across(
     name: str,
     export: str,
     *,
-    table: ArchiveTable = "records",
     dsn: str | None = None,
-    columns: Sequence[str] | None = None,
     method: ReadMethod | None = None,
-    check: bool = False,
+    **options: Unpack[ReadOptions],
 ) -> DataFrame:
     """As `read_snapshot`, with the batches of an export to a lake (its location) from there."""
     from mqlayer.spark.lake_snapshot import LakeFrames
 
-    selection = _Selection.of(table, columns, check=check)
+    selection = _Selection.of(**options)
     address = read_address(dsn or Settings().control_dsn())
-    source = DatabaseSnapshot(spark, name, address, _method(spark, method, address), _parallelism(spark))
+    source = DatabaseSnapshot(spark, name, address, _method(spark, method, address), None)
     return selection.read(LakeFrames(spark, source, name, export), name)
 
 
-def read_export(
-    spark: SparkSession,
-    name: str,
-    path: str,
-    *,
-    table: ArchiveTable = "records",
-    columns: Sequence[str] | None = None,
-    check: bool = False,
-) -> DataFrame:
+def read_export(spark: SparkSession, name: str, path: str, **options: Unpack[ReadOptions]) -> DataFrame:
     """As `read_snapshot`, from a Parquet export, without the database.
 
     Raises ArchiveBroken (`check`), InvalidInput for a wrong option or another snapshot's export.
     """
-    return _Selection.of(table, columns, check=check).read(ParquetSnapshot(spark, name, path), name)
+    return _Selection.of(**options).read(ParquetSnapshot(spark, name, path), name)
 
 
 class _Selection(NamedTuple):
     table: ArchiveTable
     columns: Mapping[str, str]
     check: bool
+    decode: bool | str | Topic[Any]
+    strict: bool
 
     @classmethod
-    def of(cls, table: ArchiveTable, columns: Sequence[str] | None, *, check: bool) -> _Selection:
+    def of(
+        cls,
+        *,
+        table: ArchiveTable = "records",
+        columns: Sequence[str] | None = None,
+        check: bool = False,
+        decode: bool | str | Topic[Any] = False,
+        strict: bool = False,
+    ) -> _Selection:
         known = check_table(table)
-        return cls(known, chosen_columns(known, None if columns is None else list(columns)), check)
+        if decode and known != "records":
+            raise InvalidInput(f"option decode: {known} have no bodies; leave it out, or read the records")
+        if strict and not decode:
+            raise InvalidInput("option strict goes with decode: say which topic's bodies to decode")
+        return cls(known, chosen_columns(known, None if columns is None else list(columns)), check, decode, strict)
 
     def read(self, source: ParquetSnapshot | DatabaseSnapshot | LakeFrames, name: str) -> DataFrame:
         if self.check:
             check_chain(source.frame("records", chosen_columns("records", list(COLUMNS))), source.cut(), name=name)
-        return source.frame(self.table, self.columns)
+        if not self.decode:
+            return source.frame(self.table, self.columns)
+        decoding = self._decoding(source, name)
+        needed = [*self.columns, *(column for column in (*NEEDED, "partition", "offset") if column not in self.columns)]
+        found = decoded_frame(source.frame("records", chosen_columns("records", needed)), decoding)
+        return found.select(*self.columns, DECODED, *(() if self.strict else (ERROR,)))
+
+    def _decoding(self, source: ParquetSnapshot | DatabaseSnapshot | LakeFrames, name: str) -> BodyDecoding:
+        topics = source.topics()
+        named = self.decode.name if hasattr(self.decode, "name") else self.decode
+        if isinstance(named, str) and named not in topics:
+            raise InvalidInput(f"option decode: snapshot {name!r} has no topic {named!r}; it has {', '.join(topics)}")
+        if not isinstance(self.decode, bool | str):
+            return typed_decoding(self.decode, strict=self.strict)
+        if isinstance(self.decode, bool) and len(topics) != 1:
+            raise InvalidInput(f"option decode: snapshot {name!r} has topics {', '.join(topics)}; name one of them")
+        topic = self.decode if isinstance(self.decode, str) else topics[0]
+        return BodyDecoding(topic, body_shape(topic, source.schemas(topic)), strict=self.strict)
 
 
 class DatabaseSnapshot:
     """A snapshot in Postgres."""
 
-    def __init__(self, spark: SparkSession, name: str, address: ReadAddress, method: str, partitions: int) -> None:
-        self._spark, self._name, self._address, self._method, self._partitions = (
-            spark,
-            name,
-            address,
-            method,
-            partitions,
-        )
+    def __init__(
+        self, spark: SparkSession, name: str, address: ReadAddress, method: str, partitions: int | None
+    ) -> None:
+        self._spark, self._name, self._address, self._method = spark, name, address, method
         with self.database() as database:
-            self._id = find_snapshot(database, name).snapshot_id
+            found = find_snapshot(database, name)
+        self._id, self._topics = found.snapshot_id, [topic.topic for topic in found.topics]
+        self._partitions = partitions or max(parallelism(spark), -(-found.records // TASK_RECORDS))
 
     def frame(self, table: ArchiveTable, columns: Mapping[str, str], exported: Exported | None = None) -> DataFrame:
         """Return a table's columns; `exported`: without what an export has."""
@@ -161,6 +206,15 @@ class DatabaseSnapshot:
         with self.database() as database:
             return snapshot_cut(database, self._id)
 
+    def topics(self) -> list[str]:
+        """Return the topics' names."""
+        return self._topics
+
+    def schemas(self, topic: str) -> list[JsonSchema]:
+        """Return a topic's schemas that hold, the oldest first."""
+        with self.database() as database:
+            return snapshot_schemas(database, self._id).get(topic, [])
+
     def database(self) -> Database:
         """Return the database."""
         return Database(self._address.conninfo(application=APPLICATION))
@@ -172,6 +226,7 @@ def register(spark: SparkSession, *, dsn: str | None = None) -> None:
 
 
 def _register(spark: SparkSession, address: ReadAddress, called: str) -> None:
+    share_package(spark)
     spark.dataSource.register(bound_source(address, called=called))
 
 
@@ -185,11 +240,3 @@ def _method(spark: SparkSession, method: str | None, address: ReadAddress) -> st
             "libpostgresql-jdbc-java), name its jar in spark.jars, or say method='python'"
         )
     return method
-
-
-def _parallelism(spark: SparkSession) -> int:
-    try:
-        return max(1, int(spark.sparkContext.defaultParallelism))
-    except (AttributeError, NotImplementedError):
-        # Spark Connect has no such value.
-        return 4

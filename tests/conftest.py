@@ -43,6 +43,7 @@ pytest_plugins = [
     "tests.fixtures.reused_sessions",
     "tests.fixtures.servers",
     "tests.fixtures.spark",
+    "tests.fixtures.spark_cluster",
     "tests.fixtures.stages",
     "tests.fixtures.threads",
     "tests.fixtures.worker_stores",

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Final
 
 from mqlayer.archive import archive_pass, create_snapshot
+from mqlayer.archive.certify import certify_snapshot
 from mqlayer.cli.spark_requirements import check_spark
 from mqlayer.errors import SparkMissing
 from mqlayer.postgres.database import Database
@@ -44,6 +50,20 @@ def archive(control_dsn: str) -> int:
                 return create_snapshot(runtime, SNAPSHOT).records
             if time.monotonic() > until:
                 raise ArchiveFailed(f"the archive is not up to date after {PATIENCE_S:g} s: {behind}")
+
+
+def certify(control_dsn: str, directory: Path) -> str | None:
+    """Write an order certificate of the snapshot, and say what its check says; None without the packages for it."""
+    if find_spec("pyarrow") is None or find_spec("adbc_driver_postgresql") is None:
+        return None
+    path = directory / "certificate.json"
+    with Database(control_dsn) as database:
+        made = certify_snapshot(database, SNAPSHOT)
+    path.write_text(made.dump(), "utf-8")
+    # The command, as anyone would check it later.
+    command = [sys.executable, "-m", "mqlayer", "analytics", "certify", "--check", str(path), "--no-spark"]
+    done = subprocess.run(command, env={**os.environ, "MQLAYER_DSN": control_dsn}, check=False)
+    return "accepted" if done.returncode == 0 and made.audit.verdict == "clean" else "not accepted"
 
 
 @contextmanager

@@ -98,10 +98,14 @@ class Verdict:
     audit: str | None = None
     """What the order audit says of the archive: clean, not clean; None where it was left out."""
 
+    certificate: str | None = None
+    """What a check says of the order certificate: accepted, not accepted; None where it was left out."""
+
     @property
     def good(self) -> bool:
         """Whether the promise was kept."""
         whole = self.archived in (None, self.messages) and self.audit in (None, "clean")
+        whole = whole and self.certificate in (None, "accepted")
         return whole and self.model_equal and not self.violations and not self.lost and self.transactions > 0
 
 

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from examples.bank.archiving import ArchiveFailed, archive, no_spark, spark_begun
+from examples.bank.archiving import ArchiveFailed, archive, certify, no_spark, spark_begun
 from examples.bank.crews import Crew, Members, Receivers
 from examples.bank.faults import Faults
 from examples.bank.figures import Details, Figures, Verdict
@@ -93,6 +93,8 @@ def _run(stage: Stage, show: Show, *, seconds: int, rate: int, clients: int, spa
         if spark:
             show.step("Spark", "audits the order of every archived message")
             verdict = replace(verdict, audit=audit(stage.control_dsn))
+        show.note("an order certificate, and its check")
+        verdict = replace(verdict, certificate=certify(stage.control_dsn, stage.directory))
     show.note("stopping the servers")
     return verdict, details
 

@@ -26,6 +26,7 @@ LABEL: Final = 1 + max(len(f"1/{len(STEPS)} {name}") for name in STEPS)
 PLAIN_LINE_EVERY_S: Final = 5.0
 PLAIN_WIDTH: Final = 80
 AUDITS: Final = {"clean": "[green]clean[/]", None: "left out"}
+CERTIFICATES: Final = {"accepted": "[green]accepted[/]", None: "left out"}
 NEXT: Final = (
     ("  docs/tutorial/ordered-consumer.md", "your own consumer, in ten minutes"),
     ("  scripts/demo --pop", "the same by ordered pop: no members"),
@@ -156,6 +157,7 @@ def _rows(verdict: Verdict, details: Details, hold: str) -> list[tuple[str, ...]
         ("read model", "[green]equal[/]" if verdict.model_equal else "[red]NOT EQUAL[/]", "to pgbench's own tables"),
         ("not in the archive", _judged(lacking), "must be 0"),
         ("Spark's order audit", AUDITS.get(verdict.audit, "[red]NOT CLEAN[/]"), "of every archived message"),
+        ("order certificate", CERTIFICATES.get(verdict.certificate, "[red]NOT ACCEPTED[/]"), "of the same, checked"),
     ]  # fmt: skip
 
 

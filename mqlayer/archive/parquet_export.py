@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mqlayer.archive.columns import COLUMNS, SNAPSHOT_QUERIES, ArchiveTable
 from mqlayer.archive.read_ranges import lp_ranges
-from mqlayer.archive.snapshots import SeqRange, Snapshot, find_snapshot, lp_weights, snapshot_cut
+from mqlayer.archive.snapshots import SeqRange, Snapshot, find_snapshot, lp_weights, snapshot_cut, snapshot_schemas
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import ArchiveBroken, Conflict, InvalidInput
 from mqlayer.failpoints import failpoint
@@ -117,7 +117,7 @@ def _write(
             (directory / table).mkdir(parents=True)
             write = partial(_write_file, address, found, table, directory, cut)
             files[table] = list(pool.map(write, range(len(parts)), parts))
-    manifest = _manifest(found, cut, files)
+    manifest = _manifest(found, cut, files) | {"schemas": snapshot_schemas(database, found.snapshot_id)}
     _write_synced(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
     for inner in (*(directory / table for table in ranges), directory):
         _sync(inner)

@@ -10,7 +10,9 @@ from itertools import groupby
 from typing import Final, NamedTuple
 
 from mqlayer.archive.read_ranges import BatchRange, batch_shares
+from mqlayer.domain.body_schemas import JsonSchema
 from mqlayer.domain.names import check_name
+from mqlayer.domain.schema_versions import SchemaVersion, versions_that_hold
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
 from mqlayer.postgres.arrow_reader import bound
@@ -146,6 +148,16 @@ def there_statement(snapshot_id: int, exported: Mapping[int, int]) -> str:
     """Return the first statement of a reader's transaction. `exported`: its last batch from an export, by topic."""
     brought = json.dumps({str(int(topic_id)): int(batch) for topic_id, batch in exported.items()})
     return bound("snapshot_there", {"snapshot_id": snapshot_id}).replace("'{}'", f"'{brought}'")
+
+
+def snapshot_schemas(database: Database, snapshot_id: int) -> dict[str, list[JsonSchema]]:
+    """Return topics' schemas that hold, the oldest first."""
+    found: dict[str, list[SchemaVersion]] = {}
+    with database.connection() as connection:
+        rows = connection.execute(query("snapshot_schemas"), {"snapshot_id": snapshot_id}).fetchall()
+    for topic, version, mode, text in rows:
+        found.setdefault(topic, []).append(SchemaVersion(version, mode, json.loads(text)))
+    return {topic: [one.schema for one in versions_that_hold(known)] for topic, known in found.items()}
 
 
 def lp_weights(database: Database, snapshot_id: int) -> dict[int, int]:

@@ -44,6 +44,9 @@ ConfOption = Annotated[
 PartitionsOption = Annotated[
     int | None, typer.Option(min=1, help="Balance a topic for so many partitions; else for twice as many.")
 ]
+ConsoleOption = Annotated[
+    str | None, typer.Option(metavar="URL", help="The console's address: keys and messages link to its pages.")
+]
 SplitReportOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the splits for route split --from-report.")
 ]
@@ -63,10 +66,17 @@ class JobRequest(NamedTuple):
 
 def add_to(app: typer.Typer) -> None:
     """Add commands."""
-    analytics.add_typer(schedule, name="schedule", rich_help_panel=CHANGE)
+    # They need the group's options from here.
+    from mqlayer.cli.certify import add_certify
+    from mqlayer.cli.effects import add_effects
+    from mqlayer.cli.shadow import add_shadow
     from mqlayer.cli.what_if import add_what_if
 
+    analytics.add_typer(schedule, name="schedule", rich_help_panel=CHANGE)
+    add_certify(analytics)
+    add_effects(analytics)
     add_what_if(analytics)
+    add_shadow(analytics)
     app.add_typer(analytics, name="analytics")
 
 
@@ -106,6 +116,21 @@ def skew(
     run_jobs("skew", asked, partitions=partitions, split_report=split_report)
 
 
+@analytics.command("journeys", rich_help_panel=LOOK)
+def journeys(
+    snapshot: SnapshotOption,
+    topic: TopicsOption = None,
+    out: OutOption = None,
+    html: HtmlOption = None,
+    console: ConsoleOption = None,
+    method: MethodOption = None,
+    conf: ConfOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure stream, attempts and parking of keys and messages; name the slowest."""
+    run_jobs("journeys", JobRequest(snapshot, topic, out, html, method, conf, as_json), console=console)
+
+
 @analytics.command("all", rich_help_panel=LOOK)
 def all_(
     snapshot: SnapshotOption,
@@ -125,11 +150,10 @@ def all_(
 
 def run_jobs(job: str, asked: JobRequest, **params: Any) -> None:
     """Run a job, or all; `params`: of JobParams. Exits with 1 for found faults."""
-    settings = settings_here()
-    dsn = settings.control_dsn()
+    dsn = settings_here().control_dsn()
     with Database(dsn) as database:
         find_snapshot(database, asked.snapshot)
-    given = _settings(asked.conf or (), settings.spark_master)
+    given = spark_settings(asked.conf or ())
     check_spark()
     from mqlayer.spark.jobs.job import JobParams
     from mqlayer.spark.jobs.runner import as_json as json_of
@@ -148,11 +172,13 @@ def run_jobs(job: str, asked: JobRequest, **params: Any) -> None:
         raise typer.Exit(1)
 
 
-def _settings(given: Sequence[str], master: str) -> dict[str, str]:
+def spark_settings(given: Sequence[str]) -> dict[str, str]:
+    """Return the settings of --conf, and Spark's master. Raises InvalidInput."""
     pairs = [one.partition("=") for one in given]
     for name, equals, _ in pairs:
         if not equals or not name.startswith("spark."):
             raise InvalidInput(f"--conf takes a setting of Spark's, such as spark.driver.memory=4g, not {name!r}")
+    master = settings_here().spark_master
     return ({"spark.master": master} if master else {}) | {name: value for name, _, value in pairs}
 
 

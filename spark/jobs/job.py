@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from mqlayer.autopilot.what_if import WhatIfParams
@@ -16,7 +16,18 @@ from mqlayer.errors import InvalidInput
 from mqlayer.spark.html_report import Section
 
 # No job reads a body or a header.
-RECORD_COLUMNS: Final = ("topic", "partition", "batch", "offset", "source", "lp", "seq", "published_at", "key")
+RECORD_COLUMNS: Final = (
+    "topic",
+    "partition",
+    "batch",
+    "offset",
+    "source",
+    "lp",
+    "seq",
+    "published_at",
+    "archived_at",
+    "key",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +54,14 @@ class SnapshotTables:
 
 @dataclass(frozen=True, slots=True)
 class JobParams:
-    """Partitions to balance for, the split report's path, and what `what-if` tries."""
+    """Partitions to balance for, the split report's path, what `what-if` tries, the console's address, and a reader of
+    effects."""
 
     partitions: int | None = None
     split_report: Path | None = None
     what_if: WhatIfParams = field(default_factory=WhatIfParams)
+    console: str | None = None
+    effects: Callable[[SparkSession], DataFrame] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pyspark import SparkContext, StorageLevel
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from mqlayer.archive import Snapshot, find_snapshot
 from mqlayer.errors import InvalidInput, MqlayerError
@@ -21,8 +21,9 @@ from mqlayer.escaping import escape
 from mqlayer.postgres.database import Database
 from mqlayer.postgres.queries import query
 from mqlayer.settings import Settings
+from mqlayer.spark.effect_reader import effects_reader
 from mqlayer.spark.html_report import page
-from mqlayer.spark.jobs import audit, failures, fairness, latency, skew, what_if
+from mqlayer.spark.jobs import audit, effects, failures, fairness, journeys, latency, skew, what_if
 from mqlayer.spark.jobs.job import RECORD_COLUMNS, JobParams, JobResult, SnapshotTables
 from mqlayer.spark.session import session
 from mqlayer.spark.snapshot_reader import read_snapshot
@@ -35,9 +36,11 @@ SPARK_JOBS: Final[Mapping[str, JobFunction]] = {
     "skew": skew.run,
     "failures": failures.run,
     "fairness": fairness.run,
+    "journeys": journeys.run,
     "what-if": what_if.run,
+    "effects": effects.run,
 }
-ASKED_ONLY: Final = frozenset({"what-if"})
+ASKED_ONLY: Final = frozenset({"what-if", "effects"})
 """Jobs that `all` leaves out."""
 ALL: Final = "all"
 CUT: Final = "topic string, source bigint, lp int, first_seq bigint, last_seq bigint"
@@ -164,6 +167,7 @@ def submit(job: str, arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--method", choices=("jdbc", "python"), help="how the archive is read")
     parser.add_argument("--partitions", type=int, help="of skew: balance a topic for so many")
     parser.add_argument("--split-report", type=Path, help="of skew: for mqlayer route split --from-report")
+    parser.add_argument("--console", help="of journeys: the console's address, for links")
     params = parser.parse_args(arguments)
     try:
         spark = session(f"mqlayer {job}")
@@ -171,7 +175,12 @@ def submit(job: str, arguments: Sequence[str] | None = None) -> int:
         done = perform(
             tables,
             names_of(job),
-            params=JobParams(params.partitions, params.split_report),
+            params=JobParams(
+                params.partitions,
+                params.split_report,
+                console=params.console,
+                effects=_effects(job, params.snapshot),
+            ),
             out=params.out,
             html=params.html,
             show=lambda found: print(as_json(params.snapshot, found)),  # noqa: T201 - a program's answer
@@ -180,6 +189,13 @@ def submit(job: str, arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"mqlayer: {escape(str(error))}\n")
         return 1
     return 0 if all(found.good for found in done) else 1
+
+
+def _effects(job: str, snapshot: str) -> Callable[[SparkSession], DataFrame] | None:
+    if job != "effects":
+        return None
+    settings = Settings()
+    return effects_reader(snapshot, dsn=settings.control_dsn(), application_dsn=settings.application_dsn())
 
 
 def _end(spark: SparkSession) -> None:

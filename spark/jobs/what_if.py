@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
-from statistics import median
 from typing import Any, Final, NamedTuple
 
 from pyspark.sql import DataFrame
@@ -145,8 +144,9 @@ def _speed(outcomes: DataFrame, asked: WhatIfParams) -> tuple[str | None, GroupS
         per_s = asked.concurrency * 1_000 / asked.handling_ms
         speed = GroupSpeed(per_s, f"{asked.handling_ms:g} ms a message, {asked.concurrency} at once", len(own))
     elif own:
-        word = f"the median of {len(own)} members' best {found_in.RATE_S} s: their limit only if they had a backlog"
-        speed = GroupSpeed(median(own), word, len(own))
+        # Under skew the others have no backlog, so they show no limit.
+        word = f"the best {found_in.RATE_S} s of {len(own)} members: their limit only with a backlog then"
+        speed = GroupSpeed(max(own), word, len(own))
     else:
         raise InvalidInput("no group of the snapshot shows how fast a member is: --member-rate, or --handler-ms")
     if not own and not asked.members:

@@ -107,3 +107,18 @@ ORDER BY e.missing_since LIMIT %(limit)s;
 -- What is held of an entity.
 SELECT version, origin, size, held_at FROM mqlayer_app.held_version_fact
 WHERE name = %(name)s AND entity = %(entity)s ORDER BY version;
+
+-- name: effects_fence
+-- What the fence remembers in a range of LPs: the last applied seq of each key, and messages that were applied alone.
+SELECT f.group_id,
+       CASE WHEN f.source_id > 0 THEN 'key' WHEN f.key = f.seq::text THEN 'message' ELSE 'replay' END AS kind,
+       abs(f.source_id) AS source, f.lp::int AS lp, CASE WHEN f.source_id > 0 THEN f.key END AS key, f.seq,
+       f.replay AS seek, now() AS read_at
+FROM mqlayer_app.fence_applied f WHERE f.lp >= %(lp_from)s::smallint AND f.lp < %(lp_to)s::smallint;
+
+-- name: effects_inbox
+-- What the inbox remembers in a range of LPs. A name stands for every message that has it.
+SELECT i.group_id,
+       CASE WHEN i.id ~ '^@' THEN 'replay' WHEN i.id ~ '^=' THEN 'name' ELSE 'inbox' END AS kind,
+       i.source_id AS source, i.lp::int AS lp, NULL::text AS key, i.seq, i.replay AS seek, now() AS read_at
+FROM mqlayer_app.inbox i WHERE i.lp >= %(lp_from)s::smallint AND i.lp < %(lp_to)s::smallint;

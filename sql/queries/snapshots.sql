@@ -94,6 +94,18 @@ WHERE c.snapshot_id = %(snapshot_id)s ORDER BY t.name, c.source, c.lp;
 -- The cut of a snapshot, by topic id.
 SELECT c.topic_id, c.source, c.lp::int, c.first_seq, c.last_seq FROM mqlayer_archive.cut c WHERE c.snapshot_id = %(snapshot_id)s;
 
+-- name: snapshot_schemas
+-- The versions of the schemas of a snapshot's topics, each topic's oldest first.
+SELECT {topic_name}, s.version, s.mode, s.schema
+FROM mqlayer_archive.snapshot_topic p JOIN mqlayer.topic t USING (topic_id) JOIN mqlayer.topic_schema s USING (topic_id)
+WHERE p.snapshot_id = %(snapshot_id)s ORDER BY t.name, s.version;
+
+-- name: snapshot_groups
+-- The groups of a snapshot's topics.
+SELECT g.group_id, {topic_name}, g.name
+FROM mqlayer_archive.snapshot_topic p JOIN mqlayer.topic t USING (topic_id) JOIN mqlayer.consumer_group g USING (topic_id)
+WHERE p.snapshot_id = %(snapshot_id)s ORDER BY g.group_id;
+
 -- name: snapshot_weights
 -- How many records a snapshot holds of each LP.
 SELECT c.lp::int, sum(c.last_seq - c.first_seq + 1)::bigint

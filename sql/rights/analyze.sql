@@ -13,6 +13,7 @@ GRANT SELECT ON mqlayer.protocol TO {role};
 GRANT SELECT ON mqlayer.route TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.server_seen_v1 TO {role};
 GRANT SELECT ON mqlayer.topic TO {role};
+GRANT SELECT ON mqlayer.topic_schema TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.caller_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_for_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_v1 TO {role};

@@ -1,7 +1,7 @@
 """`python -m tests.chaos.day --seed N --minutes M`: a day in some minutes, with automatic routes and with fixed ones.
 
-Prints a report of each as JSON and one that compares them; exits 1 if one is not clean. `--spark` has Spark's order
-audit judge the day with automatic routes too.
+Prints a report of each as JSON and one that compares them; exits 1 if one is not clean. `--spark` has Spark's audits of
+order and effects, and a certificate, judge the day with automatic routes too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> int:
     arguments = argparse.ArgumentParser(prog="python -m tests.chaos.day", description=__doc__)
     arguments.add_argument("--seed", type=int, default=random.randrange(1, 10**6))
     arguments.add_argument("--minutes", type=float, default=10.0, help="of a day")
-    arguments.add_argument("--spark", action="store_true", help="Spark's order audit judges it too")
+    arguments.add_argument("--spark", action="store_true", help="Spark's audits and a certificate judge it too")
     arguments.add_argument("--only-automatic", action="store_true", help="no second day with the best fixed route")
     wanted = arguments.parse_args()
     audits: list[Audit] = [spark_audit] if wanted.spark else []
@@ -38,17 +38,16 @@ def main() -> int:
 
 
 def spark_audit(scene: Scene) -> Iterator[str]:
-    """Have Spark judge what is archived of a run."""
+    """Have Spark judge order and effects of a run, and a certificate of it."""
     from mqlayer.spark.session import session
-    from tests.proof.audit import archive_and_audit
+    from tests.proof.audit import complaints
 
     spark = session("mqlayer-day", master="local[2]", **{"spark.ui.enabled": "false"})
     try:
-        found = archive_and_audit(spark, scene.settings.control_dsn(), prefix=scene.prefix, topics=[TOPIC])
+        dsn = scene.settings.control_dsn()
+        yield from complaints(spark, dsn, prefix=scene.prefix, topics=[TOPIC], records=scene.committed())
     finally:
         spark.stop()
-    if not found.good or found.facts["records"] != scene.committed():
-        yield f"order audit: {found.facts} of {scene.committed()} messages"
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ TABLES: Final = {
     "skew": {"lps", "keys", "partitions"},
     "failures": {"by_outcome", "errors", "members", "attempts"},
     "fairness": {"members", "groups"},
+    "journeys": {"stages", "keys", "messages"},
 }
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.world(by_commands=True)]
@@ -106,7 +107,7 @@ def test_all_jobs_write_parquet_and_one_page_that_fetches_nothing(
     page = tmp_path / "reports" / "nightly.html"
     lines = run.lines("analytics", "all", "--snapshot", "nightly", "--out", str(tmp_path), "--html", str(page), *SPARK)
     facts = {line["job"]: line for line in lines}
-    assert list(facts) == ["audit", "latency", "skew", "failures", "fairness"]
+    assert list(facts) == ["audit", "latency", "skew", "failures", "fairness", "journeys"]
     assert {line["snapshot"] for line in lines} == {"nightly"}
     assert (facts["audit"]["verdict"], facts["audit"]["records"], facts["audit"]["gaps"]) == ("clean", 101, 0)
     assert facts["latency"]["groups"][0]["messages"] == 99

@@ -23,7 +23,7 @@ from tests.fixtures.wait import wait_until
 ROOT = Path(__file__).parents[2]
 FIELDS = {
     "transactions", "messages", "violations", "lost", "duplicates", "rate_per_s", "p50_ms", "p99_ms", "model_equal",
-    "archived", "audit",
+    "archived", "audit", "certificate",
 }  # fmt: skip
 
 pytestmark = pytest.mark.timeout(300)
@@ -91,6 +91,7 @@ def test_the_demo_keeps_the_promise_with_a_killed_and_a_stopped_consumer(place: 
     assert (verdict["violations"], verdict["lost"], verdict["model_equal"]) == (0, 0, True)
     assert verdict["archived"] == verdict["messages"]
     assert verdict["audit"] == ("clean" if spark_is_here() else None)
+    assert verdict["certificate"] == "accepted"
     assert 0 < verdict["p50_ms"] <= verdict["p99_ms"]
     assert verdict["rate_per_s"] > 0
     for fault in ("killed (SIGKILL)", "stopped (SIGSTOP)", "woken (SIGCONT)"):

@@ -164,6 +164,22 @@ print([LakeTable("lake", name).place(1) for name in TABLES])
 
 
 @pytest.mark.full
+def test_the_certificates_extra_signs(plain: PlainEnvironment, built_wheel: Path) -> None:
+    plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[certificates]")
+    program = """
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from pathlib import Path
+from mqlayer.archive.signatures import check_signature, sign
+key = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+Path("key.pem").write_bytes(key)
+made = sign(b"x", Path("key.pem"))
+print(check_signature(b"x", made, None), check_signature(b"y", made, None))
+"""
+    assert plain.tries(program).startswith("None the signature is of another content")
+
+
+@pytest.mark.full
 def test_the_extras_of_web_frameworks_import_their_part(plain: PlainEnvironment, built_wheel: Path) -> None:
     plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[fastapi]")
     plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[django]")

@@ -10,6 +10,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -312,6 +313,25 @@ def test_a_snapshot_during_a_split_replays_in_order(
     parents = {row.partition: row.parents for row in lineage.values() if row.parents}
     assert set(map(tuple, parents.values())) == {(1,)}
     assert {row.last_version for row in lineage.values()} == {1, None}
+
+
+@pytest.mark.parametrize("known", ["", "/srv/lib"])
+def test_planning_processes_get_the_zip_that_the_driver_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str
+) -> None:
+    """Once, behind what is known; nothing where mqlayer is installed."""
+    from mqlayer.spark.package_path import share_package
+
+    environment = {"PYTHONPATH": known} if known else {}
+    session: Any = SimpleNamespace(sparkContext=SimpleNamespace(environment=environment))
+    share_package(session)
+    assert environment.get("PYTHONPATH", "") == known
+    package = tmp_path / "mqlayer.zip"
+    package.touch()
+    monkeypatch.setattr("mqlayer.__file__", str(package / "mqlayer" / "__init__.py"))
+    share_package(session)
+    share_package(session)
+    assert environment["PYTHONPATH"] == os.pathsep.join(filter(None, [known, str(package)]))
 
 
 JOB = """

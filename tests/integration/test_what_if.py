@@ -131,5 +131,5 @@ def test_what_a_snapshot_does_not_show_has_to_be_said(spark: Any, day: Any, tmp_
     assert "the report is of topic 'x', not of 'orders'" in refused(day, file=report)
     assert [slot_length(seconds, None) for seconds in (4, 86_400, 10**8)] == [1.0, 5.0, 5_001]
     measured = run(day, JobParams(what_if=WhatIfParams(version=1, slot_s=1.0)))
-    assert (measured.facts["member_per_s"], measured.facts["scenarios"][0]["members"]) == (0.25, 2)
+    assert (measured.facts["member_per_s"], measured.facts["scenarios"][0]["members"]) == (0.4, 2)
     assert measured.facts["scenarios"][0]["route"] == "version 1, 1"

@@ -48,6 +48,9 @@ OPTIONS: Final[dict[str, str]] = {
         ("analytics skew", "analytics all"),
         "--snapshot --topic --out --html --partitions --split-report --method --conf --json",
     ),
+    "analytics shadow":
+        "TOPIC --snapshot --handler --against --table --ignore --key --trust-names --allow-unfenced --json",
+    "analytics journeys": "--snapshot --topic --out --html --console --method --conf --json",
     "analytics schedule create": "NAME --every --job --topic --keep --first",
     "analytics schedule list": "--json",
     "analytics schedule runs": "NAME --limit --after --json",
@@ -55,6 +58,9 @@ OPTIONS: Final[dict[str, str]] = {
     "analytics schedule pause": "NAME",
     "analytics schedule resume": "NAME",
     "analytics schedule drop": "NAME --plan --yes",
+    "analytics effects": "--snapshot --topic --application-dsn --out --html --method --conf --json",
+    "analytics certify":
+        "--snapshot --out --key --block --check --export --public-key --hashes-only --continues --spark --conf --json",
     "analytics what-if":
         "--snapshot --topic --partitions --split-report --version --group --members --member-rate --handler-ms "
         "--concurrency --balance --slot --since --until --auto --capacity --cool-down --changes-per-hour "

@@ -39,9 +39,16 @@ BY_FUNCTION = {"outbox delayed cancel"}
 """Publishers of a topic may cancel its messages, so only the function that does it can judge who may."""
 OTHERS = {
     **dict.fromkeys(
-        (f"analytics {job}" for job in ("audit", "latency", "failures", "fairness", "skew", "what-if", "all")),
+        (f"analytics {job}" for job in ("audit", "latency", "failures", "fairness", "skew", "all")),
         "needs Java, and the right to analyze",
     ),
+    **dict.fromkeys(
+        ("analytics journeys", "analytics what-if"),
+        "needs Java, and the right to analyze",
+    ),
+    "analytics shadow": "runs a program's handlers, under the right to analyze: see test_shadow.py",
+    "analytics effects": "needs Java, the right to analyze, and that to view where the effects are",
+    "analytics certify": "needs a snapshot, and the right to analyze: see test_certificates.py",
     "console": "runs until it is stopped: see console/test_access.py",
     "console-password": "prints a line: see console/test_access.py",
     "consume": "runs until it is stopped, under the right to consume",

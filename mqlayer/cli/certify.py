@@ -1,0 +1,220 @@
+"""`analytics certify`: order certificates of snapshots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from mqlayer.archive import find_snapshot
+from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.analytics import ConfOption, spark_settings
+from mqlayer.cli.option_rules import RuledCommand, excludes, needs
+from mqlayer.cli.output import JsonOption, echo, pluralize
+from mqlayer.cli.panels import LOOK
+from mqlayer.cli.spark_requirements import check_spark
+from mqlayer.errors import InvalidInput
+from mqlayer.escaping import json_line
+from mqlayer.postgres.database import Database
+
+if TYPE_CHECKING:
+    from mqlayer.archive.certificates import Certificate, Contents
+    from mqlayer.archive.certify import CertificateCheck
+
+MAX_SHOWN: Final = 20
+UNPROVEN: Final = 3
+
+
+def add_certify(group: typer.Typer) -> None:
+    """Add the command."""
+    group.command("certify", cls=RuledCommand, rich_help_panel=LOOK)(certify)
+
+
+@excludes("--check", "--snapshot", "--out", "--key", "--block", why="--check looks at a certificate that is there")
+@needs("--snapshot", "--out", why="the certificate is written there")
+@needs("--out", "--snapshot", why="the certificate is of a snapshot")
+@needs("--key", "--out", why="it signs what is written")
+@needs("--block", "--out", why="a certificate has its blocks already")
+@needs("--export", "--check", why="a certificate is made of the archive")
+@needs("--public-key", "--check", why="it checks a signature")
+@needs("--hashes-only", "--check", why="it reads no record")
+@excludes("--hashes-only", "--export", "--spark", "--conf", why="--hashes-only reads no record")
+@excludes("--block", "--continues", why="blocks are as large as the earlier certificate's")
+def certify(
+    snapshot: Annotated[str | None, typer.Option(metavar="NAME", help="Certify this snapshot.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the certificate, as JSON.")] = None,
+    key: Annotated[Path | None, typer.Option(metavar="FILE", help="Sign with this Ed25519 key, in PEM.")] = None,
+    block: Annotated[int | None, typer.Option(min=16, max=65_536, help="Records per hash; else 256.")] = None,
+    check: Annotated[Path | None, typer.Option(metavar="FILE", help="Check this certificate.")] = None,
+    export: Annotated[Path | None, typer.Option(metavar="PATH", help="Check it on this Parquet export.")] = None,
+    public_key: Annotated[Path | None, typer.Option(metavar="FILE", help="The signer's public key, in PEM.")] = None,
+    hashes_only: Annotated[bool, typer.Option("--hashes-only", help="Read no record.")] = False,
+    continues: Annotated[Path | None, typer.Option(metavar="FILE", help="Prove that it continues this one.")] = None,
+    spark: Annotated[
+        bool | None, typer.Option("--spark/--no-spark", help="Else Spark from 1,000,000 records on.")
+    ] = None,
+    conf: ConfOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Certify a snapshot's order and content, or check a certificate; exit code 1 if something differs, 3 if a
+    continuation is neither proved nor broken."""
+    from mqlayer.archive.certify import check_hashes, judge, load_certificate
+
+    earlier = None if continues is None else load_certificate(continues)
+    given = conf or []
+    if check is None:
+        if snapshot is None or out is None:
+            raise InvalidInput("say --snapshot NAME --out FILE to make a certificate, or --check FILE")
+        _make(snapshot, out, key, block, earlier, spark=spark, conf=given, as_json=as_json)
+        return
+    certificate = load_certificate(check)
+    if hashes_only:
+        found = check_hashes(certificate, public_key=public_key, continues=earlier)
+    else:
+        by_spark = certificate.records > _plain_records() if spark is None else spark
+        facts, contents = _contents(
+            certificate.snapshot, certificate.block_records, earlier, export=export, spark=by_spark, conf=given
+        )
+        found = judge(certificate, facts, contents, public_key=public_key, continues=earlier)
+    _show(found, as_json=as_json, signer_known=public_key is not None, read=not hashes_only)
+    if not found.good:
+        raise typer.Exit(1)
+    if found.continuation is not None and found.continuation.word == "unproven":
+        raise typer.Exit(UNPROVEN)
+
+
+def _make(
+    name: str,
+    out: Path,
+    key: Path | None,
+    block: int | None,
+    earlier: Certificate | None,
+    *,
+    spark: bool | None,
+    conf: list[str],
+    as_json: bool,
+) -> None:
+    from mqlayer.archive.certificates import BLOCK_RECORDS
+    from mqlayer.archive.certify import assemble, block_size
+
+    size = block_size(earlier, block or BLOCK_RECORDS)
+    by_spark = spark
+    if spark is None:
+        with Database(settings_here().control_dsn()) as database:
+            by_spark = find_snapshot(database, name).records > _plain_records()
+    facts, contents = _contents(name, size, earlier, export=None, spark=bool(by_spark), conf=conf)
+    made = assemble(facts, contents, size, earlier, key)
+    try:
+        out.write_text(made.dump(), "utf-8")
+    except OSError as error:
+        raise InvalidInput(f"can't write the certificate to {out}: {error.strerror}") from error
+    told = {**_about(made), "file": str(out)}
+    if as_json:
+        typer.echo(json_line(told))
+    else:
+        echo(
+            f"{out} certifies {pluralize(made.records, 'record')} in {pluralize(len(made.chains), 'chain')} "
+            f"of {name}; order audit: {made.audit.verdict}; {_signed(made)}"
+        )
+    if made.audit.verdict != "clean":
+        raise typer.Exit(1)
+
+
+def _contents(
+    name: str,
+    size: int,
+    earlier: Certificate | None,
+    *,
+    export: Path | None,
+    spark: bool,
+    conf: list[str],
+) -> tuple[dict[str, Any], Contents]:
+    if not spark:
+        return _plain_contents(name, size, earlier, export)
+    check_spark()
+    from mqlayer.spark.jobs import certify as job
+    from mqlayer.spark.jobs.runner import borrowed_session
+
+    given = spark_settings(conf)
+    with borrowed_session("mqlayer certify", **given) as session:
+        if export is not None:
+            return job.export_contents(session, name, str(export), block_records=size, continues=earlier)
+        dsn = settings_here().control_dsn()
+        return job.snapshot_contents(session, name, dsn=dsn, block_records=size, continues=earlier)
+
+
+def _plain_contents(
+    name: str, size: int, earlier: Certificate | None, export: Path | None
+) -> tuple[dict[str, Any], Contents]:
+    from mqlayer.archive.certify import export_contents, snapshot_contents, snapshot_facts
+
+    if export is not None:
+        return export_contents(export, name, size, earlier)
+    with Database(settings_here().control_dsn()) as database:
+        found = find_snapshot(database, name)
+        return snapshot_facts(found), snapshot_contents(database, found, size, earlier)
+
+
+def _show(found: CertificateCheck, *, as_json: bool, signer_known: bool, read: bool) -> None:
+    from mqlayer.archive.certify import describe
+
+    follows = found.continuation
+    if as_json:
+        told = {
+            **_about(found.certificate),
+            "accepted": found.good,
+            "signature_fault": found.signature,
+            "differences": [one._asdict() for one in found.differences[:MAX_SHOWN]],
+            "difference_count": len(found.differences),
+            "continuation": follows and follows.word,
+            "compared": follows and follows.compared,
+        }
+        typer.echo(json_line(told))
+        return
+    for one in found.differences[:MAX_SHOWN]:
+        echo(describe(one))
+    if len(found.differences) > MAX_SHOWN:
+        echo(f"{len(found.differences) - MAX_SHOWN} more differences")
+    if found.signature is not None:
+        echo(f"signature: {found.signature}")
+    if follows is not None:
+        for one in follows.broken[:MAX_SHOWN]:
+            echo(describe(one))
+        echo(
+            f"continuation: {follows.word}; {pluralize(follows.compared, 'record')} compared, "
+            f"{pluralize(follows.gone, 'chain')} gone, {pluralize(follows.open, 'chain')} open at the end"
+        )
+    certificate = found.certificate
+    word = "accepted" if found.good else "not accepted"
+    how = "" if read else "; no record was read"
+    signed = _signed(certificate)
+    if certificate.signature is not None and not signer_known and found.signature is None:
+        signed += ", which --public-key compares with the signer's"
+    echo(
+        f"certificate of {certificate.snapshot}: {word}; {pluralize(certificate.records, 'record')}, "
+        f"order audit: {certificate.audit.verdict}; {signed}{how}"
+    )
+
+
+def _about(certificate: Certificate) -> dict[str, Any]:
+    return {
+        "snapshot": certificate.snapshot,
+        "records": certificate.records,
+        "chains": len(certificate.chains),
+        "audit": certificate.audit.verdict,
+        "digest": certificate.digest,
+        "signed": certificate.signature is not None,
+    }
+
+
+def _signed(certificate: Certificate) -> str:
+    from mqlayer.archive.signatures import key_name
+
+    return "not signed" if certificate.signature is None else f"signed by {key_name(certificate.signature)}"
+
+
+def _plain_records() -> int:
+    from mqlayer.archive.certify import PLAIN_RECORDS
+
+    return PLAIN_RECORDS

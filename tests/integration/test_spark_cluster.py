@@ -1,0 +1,174 @@
+"""Snapshots, jobs and streams on a Spark cluster: results as in local mode, with a worker or the driver killed."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mqlayer.archive import create_snapshot
+from mqlayer.archive.parquet_export import export_snapshot
+from tests.fixtures.archived import ArchivedTopics
+from tests.fixtures.missing_tools import import_or_leave_out
+from tests.fixtures.spark_cluster import PROGRAM, Driver, SparkCluster
+from tests.fixtures.wait import wait_until
+from tests.proof.runtimes import runtime_of
+
+import_or_leave_out("pyspark")
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("plain_install"),  # where the wheel is built
+]
+
+LOCAL = "local[2]"
+BATCHES = 12
+START_S = 120.0
+
+
+@pytest.fixture
+def filled(archived: ArchivedTopics) -> ArchivedTopics:
+    """Two topics, batches enough for four tasks, outcomes, and the snapshot `s`."""
+    archived.topic("invoices")
+    for number in range(BATCHES):
+        archived.put(*[f"key-{n % 37}" for n in range(40)], source=1 + number % 2, outcomes=number % 3 == 0)
+        archived.put("ä", None, topic="invoices", headers='{"n":"1"}', tags=["eu"])
+    create_snapshot(runtime_of(archived.database), "s")
+    archived.put("late")
+    return archived
+
+
+@pytest.fixture
+def two_workers(spark_cluster: SparkCluster) -> Iterator[SparkCluster]:
+    """The cluster, with the workers that it had."""
+    yield spark_cluster
+    spark_cluster.end_drivers()
+    wait_until(lambda: spark_cluster.alive() == len(spark_cluster.workers), timeout_s=START_S, what="dead workers gone")
+    spark_cluster.add_workers(2 - len(spark_cluster.workers))
+
+
+def test_executors_take_mqlayer_from_the_zip(two_workers: SparkCluster, filled: ArchivedTopics) -> None:
+    executors, driver = two_workers.run(PROGRAM, "where", dsn=filled.dsn)
+    assert [number for number, *_ in executors] == ["0", "1"]
+    for _, prefix, package in executors:
+        assert Path(prefix) == two_workers.python.parents[1]
+        assert "mqlayer.zip/" in package
+    assert "mqlayer.zip/" in driver
+
+
+def test_all_ways_give_the_rows_of_local_mode(
+    two_workers: SparkCluster, filled: ArchivedTopics, tmp_path: Path
+) -> None:
+    export = tmp_path / "out"
+    export_snapshot(runtime_of(filled.database), "s", export, file_rows=100)
+    found = two_workers.run(PROGRAM, "reads", export, dsn=filled.dsn)
+    for table in found:
+        ((name, hashes),) = table.items()
+        assert len(set(hashes.values())) == 1, (name, hashes)
+    assert found == two_workers.run(PROGRAM, "reads", export, dsn=filled.dsn, master=LOCAL)
+
+
+def test_all_jobs_find_the_same_as_in_local_mode(
+    two_workers: SparkCluster, filled: ArchivedTopics, tmp_path: Path
+) -> None:
+    found = two_workers.run(PROGRAM, "jobs", tmp_path / "cluster", dsn=filled.dsn)
+    local = two_workers.run(PROGRAM, "jobs", tmp_path / "local", dsn=filled.dsn, master=LOCAL)
+    assert found == local
+    (audit,) = [one for one in found if one.get("job") == "audit"]
+    assert (audit["good"], audit["facts"]["records"]) == (True, BATCHES * 42)
+
+
+def test_the_command_audits_on_a_cluster(two_workers: SparkCluster, filled: ArchivedTopics) -> None:
+    """Its driver has mqlayer installed; executors get the zip."""
+    (found,) = two_workers.analytics("audit", "--snapshot", "s", "--json", dsn=filled.dsn)
+    assert (found["verdict"], found["records"]) == ("clean", BATCHES * 42)
+
+
+def test_a_jobs_file_is_a_program_for_a_cluster(
+    two_workers: SparkCluster, filled: ArchivedTopics, tmp_path: Path
+) -> None:
+    with zipfile.ZipFile(two_workers.package) as package:
+        package.extract("mqlayer/spark/jobs/audit.py", tmp_path)
+    job = tmp_path / "mqlayer" / "spark" / "jobs" / "audit.py"
+    (found,) = two_workers.run(job, "--snapshot", "s", "--out", tmp_path / "found", dsn=filled.dsn)
+    assert (found["verdict"], found["records"]) == ("clean", BATCHES * 42)
+    assert list((tmp_path / "found" / "audit" / "chains").glob("*.parquet"))
+
+
+def test_a_planted_fault_is_found_on_a_cluster(
+    two_workers: SparkCluster, filled: ArchivedTopics, tmp_path: Path
+) -> None:
+    filled.rows("DELETE FROM mqlayer_archive.record WHERE key = 'key-7' AND seq = 3 AND source = 1 RETURNING 1")
+    (tmp_path / "go").touch()
+    (facts,) = two_workers.run(PROGRAM, "held-audit", tmp_path, dsn=filled.dsn)
+    assert (facts["verdict"], facts["gaps"], facts["inversions"]) == ("not clean", 1, 0)
+
+
+def test_a_job_whose_worker_is_killed_ends_right_on_the_other_one(
+    two_workers: SparkCluster, filled: ArchivedTopics, tmp_path: Path
+) -> None:
+    driver = two_workers.submit(PROGRAM, "held-audit", tmp_path, dsn=filled.dsn)
+    await_tasks(driver, tmp_path)
+    two_workers.kill_worker()
+    wait_until(lambda: two_workers.alive() == 1, timeout_s=START_S, what="the worker is missed")
+    (tmp_path / "go").touch()
+    (facts,) = driver.answer()
+    assert (facts["verdict"], facts["records"]) == ("clean", BATCHES * 42)
+    assert [facts] == two_workers.run(PROGRAM, "held-audit", tmp_path, dsn=filled.dsn, master=LOCAL)
+
+
+def test_after_the_drivers_death_another_one_finds_the_same(
+    two_workers: SparkCluster, filled: ArchivedTopics, tmp_path: Path
+) -> None:
+    driver = two_workers.submit(PROGRAM, "held-audit", tmp_path, dsn=filled.dsn)
+    await_tasks(driver, tmp_path)
+    driver.kill()
+    (tmp_path / "go").touch()
+    (facts,) = two_workers.run(PROGRAM, "held-audit", tmp_path, dsn=filled.dsn)
+    assert (facts["verdict"], facts["records"]) == ("clean", BATCHES * 42)
+    # Nothing of the dead driver is left: neither an application, nor a session at the database.
+    assert two_workers.state()["activeapps"] == []
+    reading = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'mqlayer spark'"
+    wait_until(lambda: not filled.rows(reading), what="readers' sessions end")
+
+
+def test_a_stream_goes_on_at_its_checkpoint_after_its_driver_and_a_worker_died(
+    two_workers: SparkCluster, filled: ArchivedTopics, tmp_path: Path
+) -> None:
+    """Neither is a record lost, nor does one come twice."""
+
+    def committed() -> int:
+        return len(list((tmp_path / "checkpoint" / "commits").glob("[0-9]*")))
+
+    first = two_workers.submit(PROGRAM, "stream", tmp_path, dsn=filled.dsn)
+    first.await_that(lambda: committed() >= 2, what="two micro-batches")
+    first.kill()
+    done = committed()
+    assert done < BATCHES, "it was killed in the middle"
+    second = two_workers.submit(PROGRAM, "stream", tmp_path, dsn=filled.dsn)
+    second.await_that(lambda: committed() > done, what="a micro-batch of the second driver")
+    two_workers.kill_worker()
+    found, packages = second.answer()
+    # Each executor has it in its own folder: a path of the driver's machine may be none of theirs.
+    assert packages == ["./mqlayer.zip/mqlayer/__init__.py"]
+    there = filled.rows("SELECT count(*), count(DISTINCT (topic_id, source, lp, seq)) FROM mqlayer_archive.record")
+    assert [(found["rows"], found["different"])] == there
+    local, _ = two_workers.run(PROGRAM, "stream", fresh(tmp_path), dsn=filled.dsn, master=LOCAL)
+    assert local == found
+
+
+def await_tasks(driver: Driver, place: Path) -> None:
+    """Wait until a task of each executor stands in the middle."""
+    driver.await_that(
+        lambda: len({path.name.split("-")[1] for path in place.glob("held-*")}) == 2, what="tasks on both executors"
+    )
+
+
+def fresh(place: Path) -> Path:
+    """Return another place beside it."""
+    other = place / "other"
+    other.mkdir()
+    return other
