@@ -7,16 +7,8 @@ try:
     from mqlayer.spark.batch_publisher import publish_batches
     from mqlayer.spark.body_decoding import decode_bodies
     from mqlayer.spark.session import session
-    from mqlayer.spark.snapshot_reader import read_across, read_export, read_snapshot, register
+    from mqlayer.spark.snapshot_reader import read_export, read_snapshot, register
 except ModuleNotFoundError as error:
     raise ImportError("Spark needs more packages: pip install 'mqlayer[spark]'", name=error.name) from error
 
-__all__ = [
-    "decode_bodies",
-    "publish_batches",
-    "read_across",
-    "read_export",
-    "read_snapshot",
-    "register",
-    "session",
-]
+__all__ = ["decode_bodies", "publish_batches", "read_export", "read_snapshot", "register", "session"]

@@ -5,17 +5,16 @@ The class is bound to a database and pickled into workers. Options are part of p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
 from mqlayer.archive.columns import SNAPSHOT_QUERIES, WHOLE_QUERY, ArchiveTable, check_table, chosen_columns
-from mqlayer.archive.read_ranges import BatchRange, batches_condition
-from mqlayer.archive.snapshots import find_snapshot, is_whole, shares_of, there_statement
+from mqlayer.archive.read_ranges import batches_condition
+from mqlayer.archive.snapshots import find_snapshot, is_whole, shares_of
 from mqlayer.domain.routing import LP_COUNT
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.arrow_reader import ReadAddress, arrow_batches, bound
@@ -27,25 +26,7 @@ if TYPE_CHECKING:
 
 APPLICATION: Final = "mqlayer spark"
 DEFAULT_PARTITIONS: Final = 4
-BATCH_OPTIONS: Final = ("snapshot", "table", "columns", "partitions", "exported")
-
-
-class Exported(NamedTuple):
-    """A snapshot's batches of an export: the last by topic, and the other batches, which Postgres has."""
-
-    upto: Mapping[int, int]
-    rest: Sequence[BatchRange]
-
-    @classmethod
-    def of(cls, option: str) -> Exported:
-        """Return the option's value."""
-        upto, rest = json.loads(option)
-        batches = {int(topic): int(batch) for topic, batch in upto.items()}
-        return cls(batches, [BatchRange(*map(int, one)) for one in rest])
-
-    def as_option(self) -> str:
-        """Return it as an option."""
-        return json.dumps([self.upto, self.rest])
+BATCH_OPTIONS: Final = ("snapshot", "table", "columns", "partitions")
 
 
 @dataclass(frozen=True)
@@ -67,7 +48,6 @@ class ArchiveSource(DataSource):
         named = options.get("columns")
         self.columns = chosen_columns(self.table, [part.strip() for part in named.split(",")] if named else None)
         self.parts = positive_number(options, "partitions", DEFAULT_PARTITIONS)
-        self.exported = Exported.of(options["exported"]) if "exported" in options else None
         self.snapshot_id: int | None = None
         if "snapshot" in options:
             check_options(options, BATCH_OPTIONS)
@@ -89,7 +69,7 @@ class ArchiveSource(DataSource):
         if self.snapshot_id is None:
             raise InvalidInput("option snapshot: name the snapshot to read; mqlayer snapshot list shows them")
         # No filter pushdown: Spark reuses a reader, with one query's filters, for the frame's next query.
-        return SnapshotReader(self.address, self.snapshot_id, self.table, schema, self.parts, self.exported)
+        return SnapshotReader(self.address, self.snapshot_id, self.table, schema, self.parts)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """Return a stream's reader."""
@@ -104,42 +84,28 @@ class SnapshotReader(DataSourceReader):
     """Reads a snapshot in parts."""
 
     def __init__(
-        self,
-        address: ReadAddress,
-        snapshot_id: int,
-        table: ArchiveTable,
-        schema: StructType,
-        parts: int,
-        exported: Exported | None = None,
+        self, address: ReadAddress, snapshot_id: int, table: ArchiveTable, schema: StructType, parts: int
     ) -> None:
         self._address, self._snapshot_id, self._table, self._schema = address, snapshot_id, table, schema
-        self._parts, self._exported = parts, exported
+        self._parts = parts
 
     def partitions(self) -> Sequence[InputPartition]:
         """Return parts of similar size."""
         with Database(self._address.conninfo(application=APPLICATION)) as database:
-            statement, conditions = parts_of(database, self._snapshot_id, self._table, self._parts, self._exported)
+            statement, conditions = parts_of(database, self._snapshot_id, self._table, self._parts)
         return [SnapshotPart(statement, condition) for condition in conditions]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield a part in one transaction."""
         if not isinstance(partition, SnapshotPart):
             return
-        there = there_statement(self._snapshot_id, self._exported.upto if self._exported else {})
+        there = bound("snapshot_there", {"snapshot_id": self._snapshot_id})
         statement = f"{chosen(partition.statement, self._schema)} WHERE {partition.condition}"
         yield from read_batches(self._address, [there, statement], self._schema)
 
 
-def parts_of(
-    database: Database, snapshot_id: int, table: ArchiveTable, count: int, exported: Exported | None = None
-) -> tuple[str, list[str]]:
-    """Return a table's statement, and conditions that divide its rows; `exported`: without an export's."""
-    if exported is not None:
-        facts = {"snapshot_id": snapshot_id, "lp_from": 0, "lp_to": LP_COUNT}
-        rest = batches_condition(exported.rest)
-        shares = shares_of(database, snapshot_id, count) if exported.rest else []
-        conditions = [f"({batches_condition(share)}) AND ({rest})" for share in shares]
-        return bound(SNAPSHOT_QUERIES[table], facts), conditions or ["false"]
+def parts_of(database: Database, snapshot_id: int, table: ArchiveTable, count: int) -> tuple[str, list[str]]:
+    """Return a table's statement, and conditions that divide its rows."""
     whole = table == "records" and is_whole(database, snapshot_id)
     facts = {"snapshot_id": snapshot_id, "lp_from": 0, "lp_to": LP_COUNT}
     statement = bound(WHOLE_QUERY if whole else SNAPSHOT_QUERIES[table], facts)

@@ -8,9 +8,8 @@ from typing import Any, Final
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
-from mqlayer.archive.snapshots import there_statement
 from mqlayer.errors import InvalidInput
-from mqlayer.postgres.arrow_reader import READ_ONLY, ReadAddress
+from mqlayer.postgres.arrow_reader import READ_ONLY, ReadAddress, bound
 from mqlayer.spark.schemas import TYPES
 
 DRIVER: Final = "org.postgresql.Driver"
@@ -36,9 +35,8 @@ def snapshot_frame(
     columns: Mapping[str, str],
     conditions: Sequence[str],
     width: int,
-    exported: Mapping[int, int],
 ) -> DataFrame:
-    """Return columns of a snapshot, a task per condition; `width`: bytes per row, about. `exported`: read elsewhere."""
+    """Return columns of a snapshot, a task per condition; `width`: bytes per row, about."""
     if address.parameters["host"].startswith("/"):
         raise InvalidInput("option method: JDBC can't use a Unix socket; give a dsn with a host, or method='python'")
     frame = spark.read.jdbc(
@@ -48,7 +46,7 @@ def snapshot_frame(
         properties={
             **properties_of(address),
             # In the reading transaction: a dropped snapshot is an error, not an empty answer.
-            "sessionInitStatement": there_statement(snapshot_id, exported),
+            "sessionInitStatement": bound("snapshot_there", {"snapshot_id": snapshot_id}),
             "fetchsize": str(min(max(FETCH_BYTES // max(width, 1), FETCH_ROWS[0]), FETCH_ROWS[1])),
         },
     )

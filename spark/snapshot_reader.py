@@ -32,14 +32,13 @@ from mqlayer.spark.body_decoding import (
 )
 from mqlayer.spark.body_types import body_shape
 from mqlayer.spark.chain_check import COLUMNS, check_chain
-from mqlayer.spark.data_source import APPLICATION, Exported, bound_source, parts_of
+from mqlayer.spark.data_source import APPLICATION, bound_source, parts_of
 from mqlayer.spark.package_path import share_package
 from mqlayer.spark.parquet_snapshot import ParquetSnapshot
 from mqlayer.spark.session import parallelism
 
 if TYPE_CHECKING:
     from mqlayer.domain.body_schemas import JsonSchema
-    from mqlayer.spark.lake_snapshot import LakeFrames
     from mqlayer.typed_topic import Topic
 
 ReadMethod = Literal["jdbc", "python"]
@@ -89,25 +88,7 @@ def read_snapshot(
         raise InvalidInput(f"option method: there is no {method!r}; choose one of {', '.join(METHODS)}")
     address = read_address(dsn or Settings().control_dsn())
     how = _method(spark, method, address)
-    return selection.read(DatabaseSnapshot(spark, name, address, how, partitions), name)
-
-
-def read_across(
-    spark: SparkSession,
-    name: str,
-    export: str,
-    *,
-    dsn: str | None = None,
-    method: ReadMethod | None = None,
-    **options: Unpack[ReadOptions],
-) -> DataFrame:
-    """As `read_snapshot`, with the batches of an export to a lake (its location) from there."""
-    from mqlayer.spark.lake_snapshot import LakeFrames
-
-    selection = _Selection.of(**options)
-    address = read_address(dsn or Settings().control_dsn())
-    source = DatabaseSnapshot(spark, name, address, _method(spark, method, address), None)
-    return selection.read(LakeFrames(spark, source, name, export), name)
+    return selection.read(_DatabaseSnapshot(spark, name, address, how, partitions), name)
 
 
 def read_export(spark: SparkSession, name: str, path: str, **options: Unpack[ReadOptions]) -> DataFrame:
@@ -142,7 +123,7 @@ class _Selection(NamedTuple):
             raise InvalidInput("option strict goes with decode: say which topic's bodies to decode")
         return cls(known, chosen_columns(known, None if columns is None else list(columns)), check, decode, strict)
 
-    def read(self, source: ParquetSnapshot | DatabaseSnapshot | LakeFrames, name: str) -> DataFrame:
+    def read(self, source: ParquetSnapshot | _DatabaseSnapshot, name: str) -> DataFrame:
         if self.check:
             check_chain(source.frame("records", chosen_columns("records", list(COLUMNS))), source.cut(), name=name)
         if not self.decode:
@@ -152,7 +133,7 @@ class _Selection(NamedTuple):
         found = decoded_frame(source.frame("records", chosen_columns("records", needed)), decoding)
         return found.select(*self.columns, DECODED, *(() if self.strict else (ERROR,)))
 
-    def _decoding(self, source: ParquetSnapshot | DatabaseSnapshot | LakeFrames, name: str) -> BodyDecoding:
+    def _decoding(self, source: ParquetSnapshot | _DatabaseSnapshot, name: str) -> BodyDecoding:
         topics = source.topics()
         named = self.decode.name if hasattr(self.decode, "name") else self.decode
         if isinstance(named, str) and named not in topics:
@@ -165,23 +146,20 @@ class _Selection(NamedTuple):
         return BodyDecoding(topic, body_shape(topic, source.schemas(topic)), strict=self.strict)
 
 
-class DatabaseSnapshot:
-    """A snapshot in Postgres."""
-
+class _DatabaseSnapshot:
     def __init__(
         self, spark: SparkSession, name: str, address: ReadAddress, method: str, partitions: int | None
     ) -> None:
         self._spark, self._name, self._address, self._method = spark, name, address, method
-        with self.database() as database:
+        with self._database() as database:
             found = find_snapshot(database, name)
         self._id, self._topics = found.snapshot_id, [topic.topic for topic in found.topics]
         self._partitions = partitions or max(parallelism(spark), -(-found.records // TASK_RECORDS))
 
-    def frame(self, table: ArchiveTable, columns: Mapping[str, str], exported: Exported | None = None) -> DataFrame:
-        """Return a table's columns; `exported`: without what an export has."""
+    def frame(self, table: ArchiveTable, columns: Mapping[str, str]) -> DataFrame:
         if self._method == "jdbc":
-            with self.database() as database:
-                statement, conditions = parts_of(database, self._id, table, self._partitions, exported)
+            with self._database() as database:
+                statement, conditions = parts_of(database, self._id, table, self._partitions)
                 width = sample_width(database, self._id)
             return jdbc.snapshot_frame(
                 self._spark,
@@ -191,32 +169,25 @@ class DatabaseSnapshot:
                 columns=columns,
                 conditions=conditions,
                 width=width,
-                exported=exported.upto if exported else {},
             )
         options = {"snapshot": self._name, "table": table, "columns": ",".join(columns)}
-        if exported is not None:
-            options["exported"] = exported.as_option()
         # Spark resolves the registered name only while it makes the frame.
         with _registering:
             _register(self._spark, self._address, BOUND)
             return self._spark.read.format(BOUND).options(**options, partitions=str(self._partitions)).load()
 
     def cut(self) -> list[SeqRange]:
-        """Return the snapshot's seq ranges."""
-        with self.database() as database:
+        with self._database() as database:
             return snapshot_cut(database, self._id)
 
     def topics(self) -> list[str]:
-        """Return the topics' names."""
         return self._topics
 
     def schemas(self, topic: str) -> list[JsonSchema]:
-        """Return a topic's schemas that hold, the oldest first."""
-        with self.database() as database:
+        with self._database() as database:
             return snapshot_schemas(database, self._id).get(topic, [])
 
-    def database(self) -> Database:
-        """Return the database."""
+    def _database(self) -> Database:
         return Database(self._address.conninfo(application=APPLICATION))
 
 

@@ -113,28 +113,3 @@ def test_another_archives_tables_are_refused(filled: ArchivedTopics) -> None:
     filled.connection.execute("UPDATE mqlayer_archive.lake SET lake_uuid = gen_random_uuid()")
     with pytest.raises(NotFound, match="another archive"):
         rows_of(read_snapshot(filled.database, "s", export=lake_of(filled)))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("method", ["jdbc", "python"])
-def test_spark_reads_across_the_same_rows(spark: Any, filled: ArchivedTopics, method: Any) -> None:
-    import_or_leave_out("pyspark")
-    from mqlayer.spark import read_across
-    from mqlayer.spark import read_snapshot as read
-    from mqlayer.spark.jdbc import has_driver
-
-    if method == "jdbc" and not has_driver(spark):
-        leave_out("Postgres' JDBC driver is not installed")
-
-    def rows(table: ArchiveTable, **how: Any) -> list[str]:
-        here: dict[str, Any] = {"dsn": filled.dsn, "table": table, "method": method}
-        frame = read_across(spark, "s", **how, **here) if how else read(spark, "s", **here)
-        return sorted(str(row.asDict()) for row in frame.collect())
-
-    lake = lake_of(filled)
-    before = {table: rows(table) for table in TABLES}
-    assert {table: rows(table, export=lake, check=True) for table in TABLES} == before
-    drop_exported_days(filled)
-    assert {table: rows(table, export=lake, check=True) for table in TABLES} == before
-    export_archive(runtime_of(filled.database), lake)
-    assert {table: rows(table, export=lake, check=True) for table in TABLES} == before

@@ -104,10 +104,14 @@ def read_snapshot(
     """
     known = check_table(table)
     chosen = chosen_columns(known, None if columns is None else list(columns))
-    if export is None or known == "lineage":
-        # Postgres keeps the lineage of all that was ever archived.
+    if export is None:
         found = find_snapshot(database, name)
         yield from _counted(_from_postgres(database, found, known, chosen, {}, None), found, known)
+        return
+    if known == "lineage":
+        # Postgres keeps the lineage of all that was ever archived; the records say which days may be gone.
+        divided = lake_snapshot(database, name, export, "records")
+        yield from _from_postgres(database, divided.snapshot, known, chosen, divided.exported, None)
         return
     divided = lake_snapshot(database, name, export, known)
 
