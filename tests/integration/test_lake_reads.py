@@ -15,7 +15,7 @@ from mqlayer.archive.lake import export_archive, read_snapshot, verify_export
 from mqlayer.archive.parquet_export import export_snapshot
 from mqlayer.errors import ArchiveBroken, NotFound
 from tests.fixtures.archived import ArchivedTopics
-from tests.fixtures.missing_tools import import_or_leave_out, leave_out
+from tests.fixtures.missing_tools import import_or_leave_out
 from tests.proof.runtimes import runtime_of
 
 import_or_leave_out("deltalake")
