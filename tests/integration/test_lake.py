@@ -18,7 +18,6 @@ from tests.fixtures.archived import ArchivedTopics
 from tests.fixtures.commands import Commands
 from tests.fixtures.lakes import archived_ids, archived_outcome_ids, ids, outcome_ids
 from tests.fixtures.missing_tools import import_or_leave_out
-from tests.fixtures.object_stores import BUCKET, KEY, ObjectServer
 from tests.fixtures.variants import some_of
 from tests.proof.runtimes import runtime_of
 
@@ -269,25 +268,3 @@ def test_without_the_setting_snapshots_keep_their_days(archived: ArchivedTopics,
     export_archive(runtime, lake)
     verify_export(runtime, lake)
     assert [day.result for day in retain(runtime, older_than=dt.timedelta(days=30))] == ["spared"]
-
-
-@pytest.mark.full
-def test_an_object_store_holds_a_lake_and_no_secret_is_kept(
-    archived: ArchivedTopics, s3_server: ObjectServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint)
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY[0])
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEY[1])
-    runtime, lake = runtime_of(archived.database), f"s3://{BUCKET}/lake-{archived.dsn.rpartition('/')[2]}"
-    fill(archived)
-    export_archive(runtime, lake)
-    assert ids(lake) == archived_ids(archived)
-    fill(archived)
-    assert export_archive(runtime, lake).total == 15
-    assert verify_export(runtime, lake).records == {"orders": 30}
-    assert (ids(lake), outcome_ids(lake)) == (archived_ids(archived), archived_outcome_ids(archived))
-    kept = str(archived.rows("SELECT location FROM mqlayer_archive.lake")) + str(
-        archived.rows("SELECT * FROM mqlayer.audit")
-    )
-    assert KEY[1] not in kept + caplog.text
