@@ -752,7 +752,7 @@ def test_the_commands(archive_scene: ArchiveScene, commands: Commands) -> None:
     )
     assert "no gap" in commands.text("archive", "gaps")
     assert "no day" in commands.text("archive", "retain", "--older-than", "30d")
-    assert "no age" in commands.failure("archive", "retain", "--older-than", "soon")
+    assert "no length of time" in commands.failure("archive", "retain", "--older-than", "soon")
     assert "kept for 84 days" in commands.text("topic", "set", TOPIC, "--retention", "12w")
     assert "for ever" in commands.text("topic", "set", TOPIC, "--retention", "forever")
     assert "no age" in commands.failure("topic", "set", TOPIC, "--retention", "3h")

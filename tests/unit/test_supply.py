@@ -25,6 +25,7 @@ HASH = re.compile(r"    --hash=sha256:[0-9a-f]{64}(?: \\)?")
 EXTRAS_OF = {
     "dev": (
         "dev",
+        "certificates",
         "console",
         "containers",
         "django",
