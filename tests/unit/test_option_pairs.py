@@ -283,7 +283,8 @@ def test_options_that_clash_are_refused_with_what_to_do(name: str, rule: Rule, l
     """Before any store is asked: none is named here."""
     wanted = {rule.one, rule.other} if isinstance(rule, Excludes) else {rule.one}
     if isinstance(rule, Excludes):
-        wanted |= {more.other for more in rules_of(COMMANDS[name].callback) if needed_by(more, wanted)}
+        while more := {more.other for more in rules_of(COMMANDS[name].callback) if needed_by(more, wanted)} - wanted:
+            wanted |= more
     said = Commands().failure(*name.split(), *words_of(name, wanted))
     assert rule.why in said
     assert rule.one in said
