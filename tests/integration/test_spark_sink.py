@@ -26,6 +26,8 @@ from tests.proof.world import World
 import_or_leave_out("pyspark")
 
 KEYS = [f"key-{number}" for number in range(40)]
+# A session begins within seconds, or within minutes of a machine that others keep busy.
+RUN_S = 300.0
 ROWS = "key string, n int, body string, headers map<string,string>, tags array<string>"
 
 
@@ -148,7 +150,7 @@ class Stream:
         """Run it to its end; what of it outlives its driver ends too."""
         program = self.start(failpoints)
         try:
-            return program.wait(120)
+            return program.wait(RUN_S)
         finally:
             end(program)
 
@@ -184,7 +186,7 @@ PARTS = len({lp_of(key.encode()) // 32 for key in KEYS})
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(4 * RUN_S)
 @pytest.mark.parametrize(
     "failpoints",
     [
@@ -204,11 +206,11 @@ def test_a_kill_costs_no_row_and_repeats_none(stream: Stream, failpoints: str) -
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(4 * RUN_S)
 def test_a_machine_lost_in_the_middle_of_a_batch_costs_no_row(stream: Stream, tmp_path: Path) -> None:
     program = stream.start(f"spark_sink.before_commit=wait:{tmp_path / 'never'}@{PARTS + 8}")
     try:
-        wait_until(lambda: stream.positions()[1] == 7, timeout_s=90, what="seven parts of the second batch")
+        wait_until(lambda: stream.positions()[1] == 7, timeout_s=RUN_S, what="seven parts of the second batch")
     finally:
         end(program)
     assert 0 < stream.positions()[1] < PARTS
@@ -219,7 +221,7 @@ def test_a_machine_lost_in_the_middle_of_a_batch_costs_no_row(stream: Stream, tm
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(4 * RUN_S)
 def test_the_page_s_example_publishes_what_it_reads(
     world: World, spark_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

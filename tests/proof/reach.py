@@ -164,10 +164,12 @@ COUNTING: Final = Unit("mqlayer.redis.partition_scripts", "recount_command")
 next append or arming does the same, and who may write a partition's meta could stop it for good."""
 JOB_TABLE: Final = Unit("mqlayer.maintenance.jobs", "PERIODIC_JOBS")
 """The doctor reads the jobs' names and intervals only."""
+SHADOW: Final = Unit("mqlayer.cli.shadow", "shadow")
+"""It loads handlers of consuming, and asks no node."""
 CONNECTION: Final = Unit("mqlayer.redis.node_connection", "NodeConnection")
 OTHERS: Final = ("mqlayer.cli.asyncapi", "mqlayer.cli.consume", "mqlayer.cli.dead_sessions", "mqlayer.cli.debug",
                  "mqlayer.cli.relay", "mqlayer.cli.relay_processes", "mqlayer.cli.stack", "mqlayer.cli.addresses",
-                 "mqlayer.cli.main")  # fmt: skip
+                 "mqlayer.cli.main", "mqlayer.cli.shadow")  # fmt: skip
 """Commands that are processes of other roles, or only read a program; `debug` reads as a viewer, and loads a handler of
 consuming."""
 PLACES: Final = {
@@ -190,6 +192,7 @@ def reached_by(role: str) -> Reached:
     left_out = {CONNECTION, HEALTH, STACK} | (ARMING if role in ("publisher", "consumer", "viewer") else set())
     left_out |= {COUNTING} if role == "consumer" else set()
     left_out |= {JOB_TABLE} if role in ("viewer", "operator") else set()
+    left_out |= {SHADOW} if role == "operator" else set()
     found = reached_from(PLACES[role], without=left_out)
     callers = {"evalsha"} if found.scripts else set()
     callers |= {"eval"} if found.scripts & WHOLE else set()
