@@ -57,30 +57,31 @@ CREATE TABLE mqlayer.node (
 -- Row-level security by the policies read, hold, add, remove.
 
 CREATE TABLE mqlayer.topic (
-    topic_id         int         NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    name             text        NOT NULL,
-    strategy         text        NOT NULL,
-    body_limit       int         NOT NULL,
-    backlog_limit    bigint      NOT NULL,
-    archived         boolean     NOT NULL DEFAULT false,
-    retention_days   int,
-    retain_s         bigint      NOT NULL DEFAULT 0,
-    retain_bytes     bigint      NOT NULL DEFAULT 0,
-    retain_messages  bigint      NOT NULL DEFAULT 0,
-    retain_unsettled text        NOT NULL DEFAULT 'keep',
-    message_ttl_s    bigint      NOT NULL DEFAULT 0,
-    expired          text        NOT NULL DEFAULT 'settle',
-    version          int,
-    lp_zero          smallint    NOT NULL DEFAULT 0,
-    paused_at        timestamptz,
-    paused_by        text,
-    schema_mode      text        NOT NULL DEFAULT 'backward',
-    home_zone        text        NOT NULL DEFAULT '',
-    created_at       timestamptz NOT NULL DEFAULT now(),
-    deleting_at      timestamptz,
-    deleted_at       timestamptz,
-    detached         bigint[]    NOT NULL DEFAULT '{}'::bigint[],
-    durability       text        NOT NULL DEFAULT 'node',
+    topic_id            int         NOT NULL GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    name                text        NOT NULL,
+    strategy            text        NOT NULL,
+    body_limit          int         NOT NULL,
+    backlog_limit       bigint      NOT NULL,
+    archived            boolean     NOT NULL DEFAULT false,
+    retention_days      int,
+    retain_s            bigint      NOT NULL DEFAULT 0,
+    retain_bytes        bigint      NOT NULL DEFAULT 0,
+    retain_messages     bigint      NOT NULL DEFAULT 0,
+    retain_unsettled    text        NOT NULL DEFAULT 'keep',
+    message_ttl_s       bigint      NOT NULL DEFAULT 0,
+    expired             text        NOT NULL DEFAULT 'settle',
+    version             int,
+    lp_zero             smallint    NOT NULL DEFAULT 0,
+    paused_at           timestamptz,
+    paused_by           text,
+    schema_mode         text        NOT NULL DEFAULT 'backward',
+    home_zone           text        NOT NULL DEFAULT '',
+    created_at          timestamptz NOT NULL DEFAULT now(),
+    deleting_at         timestamptz,
+    deleted_at          timestamptz,
+    detached            bigint[]    NOT NULL DEFAULT '{}'::bigint[],
+    durability          text        NOT NULL DEFAULT 'node',
+    keep_until_exported boolean     NOT NULL DEFAULT false,
     CONSTRAINT topic_name_unique UNIQUE (name),
     CONSTRAINT topic_name_form CHECK (name ~ CASE WHEN deleted_at IS NULL THEN '^[a-z][a-z0-9_.-]{0,62}$'
         ELSE '^[a-z][a-z0-9_.-]{0,62}@[0-9]+$' END),
@@ -1256,12 +1257,13 @@ CREATE TABLE mqlayer_archive.snapshot (
 );
 
 CREATE TABLE mqlayer_archive.snapshot_topic (
-    snapshot_id int     NOT NULL REFERENCES mqlayer_archive.snapshot(snapshot_id) ON DELETE CASCADE,
-    topic_id    int     NOT NULL REFERENCES mqlayer.topic(topic_id),
-    batch       bigint  NOT NULL,
-    version     int     NOT NULL,
-    records     bigint  NOT NULL,
-    whole       boolean,
+    snapshot_id    int     NOT NULL REFERENCES mqlayer_archive.snapshot(snapshot_id) ON DELETE CASCADE,
+    topic_id       int     NOT NULL REFERENCES mqlayer.topic(topic_id),
+    batch          bigint  NOT NULL,
+    version        int     NOT NULL,
+    records        bigint  NOT NULL,
+    whole          boolean,
+    exported_batch bigint  NOT NULL DEFAULT 0,
     CONSTRAINT snapshot_topic_key PRIMARY KEY (snapshot_id, topic_id)
 );
 
@@ -1275,6 +1277,50 @@ CREATE TABLE mqlayer_archive.cut (
     CONSTRAINT cut_key PRIMARY KEY (snapshot_id, topic_id, source, lp)
 );
 
+CREATE TABLE mqlayer_archive.lake (
+    lake_id    int         NOT NULL GENERATED ALWAYS AS IDENTITY,
+    location   text        NOT NULL,
+    lake_uuid  uuid        NOT NULL DEFAULT gen_random_uuid(),
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT lake_key PRIMARY KEY (lake_id),
+    CONSTRAINT lake_location_unique UNIQUE (location),
+    CONSTRAINT lake_location CHECK (octet_length(location) >= 1 AND octet_length(location) <= 1024)
+);
+
+CREATE TABLE mqlayer_archive.lake_topic (
+    lake_id        int         NOT NULL REFERENCES mqlayer_archive.lake(lake_id) ON DELETE CASCADE,
+    topic_id       int         NOT NULL REFERENCES mqlayer.topic(topic_id),
+    first_batch    bigint      NOT NULL,
+    batch          bigint      NOT NULL,
+    exported_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    verified_batch bigint      NOT NULL DEFAULT 0,
+    verified_at    timestamptz,
+    records        bigint      NOT NULL DEFAULT 0,
+    record_digest  bigint      NOT NULL DEFAULT 0,
+    outcomes       bigint      NOT NULL DEFAULT 0,
+    outcome_digest bigint      NOT NULL DEFAULT 0,
+    CONSTRAINT lake_topic_key PRIMARY KEY (lake_id, topic_id),
+    CONSTRAINT lake_topic_batches CHECK (first_batch >= 1 AND verified_batch >= 0 AND verified_batch <= batch)
+);
+CREATE INDEX lake_topic_by_topic ON mqlayer_archive.lake_topic (topic_id);
+
+CREATE TABLE mqlayer_archive.lake_file (
+    lake_id     int         NOT NULL REFERENCES mqlayer_archive.lake(lake_id) ON DELETE CASCADE,
+    path        text        NOT NULL,
+    topic_id    int         NOT NULL,
+    table       text        NOT NULL,
+    rows        bigint      NOT NULL,
+    digest      bigint      NOT NULL,
+    bytes       bigint      NOT NULL,
+    sha256      text        NOT NULL,
+    verified_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT lake_file_key PRIMARY KEY (lake_id, path),
+    CONSTRAINT lake_file_path CHECK (octet_length(path) <= 2048),
+    CONSTRAINT lake_file_table CHECK ("table" IN ('records', 'outcomes')),
+    CONSTRAINT lake_file_sha256 CHECK (sha256 ~ '^[0-9a-f]{64}$')
+);
+CREATE INDEX lake_file_by_topic ON mqlayer_archive.lake_file (lake_id, topic_id);
+
 -- functions
 CREATE FUNCTION mqlayer_archive.day_made_v1(p_day date) RETURNS boolean STABLE;
 CREATE FUNCTION mqlayer_archive.day_make_v1(p_day date) RETURNS boolean SECURITY DEFINER;
@@ -1286,6 +1332,7 @@ CREATE FUNCTION mqlayer_archive.batches_v1(p_topic int, p_after bigint) RETURNS 
 CREATE FUNCTION mqlayer_archive.final_outcomes_v1(topic text, upto_batch bigint DEFAULT NULL)
     RETURNS TABLE(group_name text, partition_id int, log_offset bigint, outcome text, attempts int,
     delivered_at timestamptz, settled_at timestamptz, actor text, reason text) STABLE;
+CREATE FUNCTION mqlayer_archive.snapshot_v2(p_snapshot int, p_exported jsonb) RETURNS int;
 
 
 -- mqlayer_app ---------------------------------------------------------------------------------------------------------

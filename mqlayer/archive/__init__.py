@@ -4,7 +4,14 @@ from mqlayer.archive.archiver import ArchiveReport, archive_pass
 from mqlayer.archive.day_index import index_days
 from mqlayer.archive.gaps import ArchiveGap, accept_gaps, list_gaps
 from mqlayer.archive.outcome_archiver import OutcomeReport, archive_outcomes
-from mqlayer.archive.retention import DayDropped, old_days, retain, retain_by_topics, set_retention
+from mqlayer.archive.retention import (
+    DayDropped,
+    old_days,
+    retain,
+    retain_by_topics,
+    set_keep_until_exported,
+    set_retention,
+)
 from mqlayer.archive.snapshots import (
     Snapshot,
     SnapshotTopic,
@@ -37,6 +44,7 @@ __all__ = [
     "old_days",
     "retain",
     "retain_by_topics",
+    "set_keep_until_exported",
     "set_retention",
     "verify_snapshot",
 ]

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Any, Final, Literal
 
-from mqlayer.errors import InvalidInput, NotFound, TransactionConflict
+from mqlayer.domain.protocol import KEEP_UNTIL_EXPORTED
+from mqlayer.errors import Conflict, InvalidInput, NotFound, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection
+from mqlayer.postgres.protocol import read_protocols
 from mqlayer.postgres.queries import columns, query
 from mqlayer.runtime.runtime import Runtime
 
@@ -20,8 +22,8 @@ TIMEOUTS: Final = {"lock_wait": "2s", "idle": "30s"}
 """Short: readers and writers queue behind our table lock."""
 LONGEST_DAYS: Final = 36_500
 
-RetentionResult = Literal["dropped", "spared", "busy"]
-"""`spared`: a snapshot needs it. `busy`: in use, or changed."""
+RetentionResult = Literal["dropped", "spared", "unexported", "busy"]
+"""`spared`: a snapshot needs it. `unexported`: a topic waits for a verified export. `busy`: in use, or changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,30 @@ def set_retention(runtime: Runtime, topic: str, *, days: int | None) -> bool:
     return runtime.control.transaction(work)
 
 
+def set_keep_until_exported(runtime: Runtime, topic: str, *, keep: bool) -> bool:
+    """Let retention wait until a topic's days are exported and verified, and drop them under snapshots then; return
+    whether that changed anything. Audited. Raises NotFound, Conflict before `upgrade finalize`."""
+
+    def work(connection: Connection) -> bool:
+        row = connection.execute(query("topic_exported_kept"), {"topic": topic}).fetchone()
+        if row is None:
+            raise NotFound("topic", topic, f"create it: mqlayer topic create {topic}")
+        if row[0] == keep:
+            return False
+        feature = KEEP_UNTIL_EXPORTED
+        if keep and read_protocols(connection, feature.schema).served.in_force < feature.since:
+            raise Conflict(
+                "retention and readers of the former release know no exports, and may live",
+                "run `mqlayer upgrade finalize` first",
+            )
+        connection.execute(query("topic_exported_set"), {"topic": topic, "keep": keep})
+        said = {"keep_until_exported": keep, "before": {"keep_until_exported": row[0]}}
+        write_audit(connection, runtime.actor, "topic set", topic, said)
+        return True
+
+    return runtime.control.transaction(work)
+
+
 def _check_age(older_than: timedelta) -> None:
     if older_than < timedelta(days=1):
         raise InvalidInput("the archive keeps at least a day: say for example --older-than 30d")
@@ -108,6 +134,8 @@ def _drop_day(runtime: Runtime, day: date, older_than: timedelta | None) -> DayD
             return "busy"
         if connection.execute(query("archive_day_needed"), {"day": day}).fetchone() is not None:
             return "spared"
+        if connection.execute(query("archive_day_unexported"), {"day": day}).fetchone() is not None:
+            return "unexported"
         connection.execute(query("archive_day_lock"))
         connection.execute(query("archive_marks_begin"), columns(("topics", "sources", "lps", "lasts"), ends))
         connection.execute(query("archive_day_drop"), {"day": day})

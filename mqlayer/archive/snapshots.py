@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import groupby
@@ -15,6 +15,7 @@ from mqlayer.domain.names import check_name
 from mqlayer.domain.schema_versions import SchemaVersion, versions_that_hold
 from mqlayer.errors import Conflict, InvalidInput, NotFound
 from mqlayer.failpoints import failpoint
+from mqlayer.postgres.arrow_reader import bound
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
@@ -134,6 +135,19 @@ def snapshot_cut(database: Database, snapshot_id: int) -> list[SeqRange]:
     with database.connection() as connection:
         rows = connection.execute(query("snapshot_cut"), {"snapshot_id": snapshot_id}).fetchall()
     return [SeqRange(*row) for row in rows]
+
+
+def snapshot_ranges(database: Database, snapshot_id: int) -> list[tuple[int, int, int, int, int]]:
+    """Return a snapshot's seq ranges by topic id: topic, source, LP, first and last seq."""
+    with database.connection() as connection:
+        rows = connection.execute(query("snapshot_ranges"), {"snapshot_id": snapshot_id}).fetchall()
+    return [(topic_id, source, lp, first, last) for topic_id, source, lp, first, last in rows]
+
+
+def there_statement(snapshot_id: int, exported: Mapping[int, int]) -> str:
+    """Return the first statement of a reader's transaction. `exported`: its last batch from an export, by topic."""
+    brought = json.dumps({str(int(topic_id)): int(batch) for topic_id, batch in exported.items()})
+    return bound("snapshot_there", {"snapshot_id": snapshot_id}).replace("'{}'", f"'{brought}'")
 
 
 def snapshot_schemas(database: Database, snapshot_id: int) -> dict[str, list[JsonSchema]]:

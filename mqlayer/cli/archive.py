@@ -12,6 +12,7 @@ import typer
 from mqlayer.archive import ArchiveReport, accept_gaps, archive_pass, archive_status, list_gaps, old_days, retain
 from mqlayer.cli.actor import actor
 from mqlayer.cli.addresses import settings_here
+from mqlayer.cli.archive_export import add_exports
 from mqlayer.cli.option_rules import RuledCommand, planned
 from mqlayer.cli.options import PlanOption, TopicArgument, YesOption, echo_plan, parse_length_option
 from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
@@ -31,6 +32,7 @@ SomeTopic = Annotated[str | None, typer.Argument(help="Only this topic.")]
 
 def add_to(app: typer.Typer) -> None:
     """Add commands."""
+    add_exports(archive)
     app.add_typer(archive, name="archive")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mqlayer.archive import set_retention
+from mqlayer.archive import set_keep_until_exported, set_retention
 from mqlayer.cli.curves import HoursOption, PointsOption, show_history
 from mqlayer.cli.option_rules import RuledCommand, needs, planned
 from mqlayer.cli.options import PlanOption, TopicArgument, YesOption, echo_plan
@@ -71,6 +71,13 @@ class ExpiredOption(StrEnum):
 
     SETTLE = "settle"
     DEAD = "dead"
+
+
+class DropDaysOption(StrEnum):
+    """Days that retention drops."""
+
+    EXPORTED = "exported"
+    ANY = "any"
 
 
 MessageTtlOption = Annotated[
@@ -186,6 +193,9 @@ def set_(
     retention: Annotated[
         str | None, typer.Option(metavar="AGE", help="How long its archive is kept: such as 30d, 12w, or forever.")
     ] = None,
+    drop_days: Annotated[
+        DropDaysOption | None, typer.Option(help="Which days retention drops: exported and verified ones, or any.")
+    ] = None,
     schema_mode: Annotated[
         SchemaModeOption | None, typer.Option(help="Which readers the next schema of its bodies may not break.")
     ] = None,
@@ -207,18 +217,22 @@ def set_(
     streams = _stream_limits(retain_age, retain_bytes, retain_messages, retain_unsettled)
     life = _life_limits(message_ttl, expired)
     if not streams | life and (
-        archived, retention, schema_mode, body_limit, backlog_limit, home_zone, durability,
-    ) == (None,) * 7:  # fmt: skip
+        archived, retention, drop_days, schema_mode, body_limit, backlog_limit, home_zone, durability,
+    ) == (None,) * 8:  # fmt: skip
         raise InvalidInput(
             "say what to set: --backlog-limit, --body-limit, --archived, --not-archived, --retention AGE, "
+            "--drop-days DAYS, "
             "--retain-age AGE, --retain-bytes, --retain-messages, --retain-unsettled, --message-ttl AGE, --expired, "
             "--schema-mode MODE, --home-zone ZONE, or --durability CLASS"
         )
-    days = None if retention is None or retention == FOR_EVER else _days(retention)
+    if retention is not None and retention != FOR_EVER:
+        # Before anything is changed.
+        _days(retention)
     if any(limit is not None for limit in limits.values()):
         _set_limits(name, limits)
     if schema_mode is not None:
         _set_schema_mode(name, schema_mode)
+    _set_retention(name, retention, drop_days)
     if streams:
         _set_stream_limits(name, streams)
     if life:
@@ -231,10 +245,6 @@ def set_(
         if home_zone is not None:
             changed = set_home_zone(runtime, name, home_zone)
             echo(f"topic {name} is at home in {home_zone or 'no zone'}{'' if changed else ', as before'}")
-        if retention is not None:
-            changed = set_retention(runtime, name, days=days)
-            kept = "for ever" if days is None else f"for {days} days"
-            echo(f"the archive of topic {name} is kept {kept}{'' if changed else ', as before'}")
         if archived is not None:
             changed = set_archived(runtime, name, archived=archived)
             is_now = "archived" if archived else "not archived"
@@ -246,6 +256,23 @@ def _set_schema_mode(name: str, mode: SchemaModeOption) -> None:
         check_change(runtime.control)
         changed = set_schema_mode(runtime, name, mode.value)
     echo(f"the schema of topic {name} has mode {mode}{'' if changed else ', as before'}")
+
+
+def _set_retention(name: str, retention: str | None, drop_days: DropDaysOption | None) -> None:
+    if retention is None and drop_days is None:
+        return
+    with runtime_here() as runtime:
+        check_change(runtime.control)
+        if retention is not None:
+            days = None if retention == FOR_EVER else _days(retention)
+            changed = set_retention(runtime, name, days=days)
+            kept = "for ever" if days is None else f"for {days} days"
+            echo(f"the archive of topic {name} is kept {kept}{'' if changed else ', as before'}")
+        if drop_days is not None:
+            keep = drop_days is DropDaysOption.EXPORTED
+            changed = set_keep_until_exported(runtime, name, keep=keep)
+            waits = "waits for its export" if keep else "does not wait for an export"
+            echo(f"retention of topic {name} {waits}{'' if changed else ', as before'}")
 
 
 def _stream_limits(
@@ -390,6 +417,7 @@ def list_(as_json: JsonOption = False) -> None:
             "archived": topic.archived,
             "durability": topic.durability,
             "retention_days": topic.retention_days,
+            "keep_until_exported": topic.keep_until_exported,
             **asdict(topic.retention),
             "deleting": topic.deleting,
         }
@@ -461,10 +489,11 @@ def _status_json(found: TopicStatus) -> dict[str, Any]:
     return facts | {"partitions": partitions, "groups": list(map(group_row, found.groups))}
 
 
-def _kept(*, archived: bool, days: int | None) -> str:
+def _kept(*, archived: bool, days: int | None, exported: bool = False) -> str:
     if not archived:
         return "no"
-    return "for ever" if days is None else f"for {days} d"
+    kept = "for ever" if days is None else f"for {days} d"
+    return f"{kept}, until exported" if exported and days is not None else kept
 
 
 def _retained(limits: Retention) -> str:
@@ -492,5 +521,5 @@ def _row(topic: TopicSummary) -> dict[str, Any]:
         "route": f"{topic.version}, being deleted" if topic.deleting else topic.version,
         "body_limit": Size(topic.body_limit),
         "backlog": topic.backlog_limit or "no limit",
-        "archived": _kept(archived=topic.archived, days=topic.retention_days),
+        "archived": _kept(archived=topic.archived, days=topic.retention_days, exported=topic.keep_until_exported),
     }

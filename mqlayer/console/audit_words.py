@@ -295,6 +295,8 @@ def _of_nodes() -> Iterator[tuple[str, Callable[[str, Facts], str]]]:
 def _of_the_archive() -> Iterator[tuple[str, Callable[[str, Facts], str]]]:
     yield "archive retain", lambda day, facts: f"dropped {day} of the archive: {counted(facts['records'], 'record')}"
     yield "archive accept-gap", _gaps
+    yield "archive export", lambda place, _: f"began to export the archive to {place}"
+    yield "archive forget-export", lambda place, _: f"forgot the export at {place}"
     yield "snapshot create", _snapshot
     yield "snapshot drop", lambda name, _: f"dropped snapshot {name}"
     yield "snapshot export", _export

@@ -79,5 +79,11 @@ DURABILITY: Final = Feature(
     schema="control",
     text="topics may have a durability class; relays and producers of the release before confirm earlier",
 )
-FEATURES: Final[tuple[Feature, ...]] = (PRODUCER_TOPICS, POP_KEY_CLASSES, DURABILITY)
+KEEP_UNTIL_EXPORTED: Final = Feature(
+    "keep-until-exported",
+    since=2,
+    schema="control",
+    text="retention may wait for exports; retention and readers of snapshots of the release before know none",
+)
+FEATURES: Final[tuple[Feature, ...]] = (PRODUCER_TOPICS, POP_KEY_CLASSES, DURABILITY, KEEP_UNTIL_EXPORTED)
 """By version. CONTRIBUTING.md says how one is added."""

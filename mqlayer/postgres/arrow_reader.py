@@ -108,6 +108,8 @@ def _translated(error: Exception, address: ReadAddress) -> MqlayerError:
     text = str(error).splitlines()[0].rpartition("ERROR:")[2].strip()
     if state == "MQ007":
         return NotFound("snapshot", "(dropped)", "it was dropped while it was read: create another one")
+    if state == "MQ013":
+        return ArchiveBroken(text, "read the snapshot with its export: mqlayer archive exports shows where it is")
     if state == "MQ008":
         return ArchiveBroken(text, "a stream goes on where it was; begin a new one, with a new checkpoint")
     if state in _CONFLICTS:

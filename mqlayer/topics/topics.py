@@ -51,6 +51,7 @@ class TopicSummary:
     partitions: int
     archived: bool
     retention_days: int | None
+    keep_until_exported: bool
     deleting: bool
     durability: Durability
     retention: Retention

@@ -146,6 +146,14 @@ SELECT retention_days FROM mqlayer.topic WHERE name = %(topic)s FOR UPDATE;
 -- Keep a topic's archive for so many days.
 UPDATE mqlayer.topic SET retention_days = %(days)s WHERE name = %(topic)s;
 
+-- name: topic_exported_kept
+-- Whether a topic's archive is kept until it is exported.
+SELECT keep_until_exported FROM mqlayer.topic WHERE name = %(topic)s FOR UPDATE;
+
+-- name: topic_exported_set
+-- Keep a topic's archive until it is exported, or not.
+UPDATE mqlayer.topic SET keep_until_exported = %(keep)s WHERE name = %(topic)s;
+
 -- name: archive_day
 -- What a day of the archive holds, per topic.
 SELECT topic_id, first_batch, last_batch, records, outcomes FROM mqlayer_archive.day WHERE day = %(day)s ORDER BY topic_id;
@@ -161,13 +169,23 @@ GROUP BY topic_id, source, lp;
 SELECT topic_id FROM mqlayer_archive.topic WHERE topic_id = ANY(%(topic_ids)s::int[]) ORDER BY topic_id FOR UPDATE;
 
 -- name: archive_day_needed
--- Whether a kept snapshot may cover a row of a day, or a replay or backfill that runs has yet to read one.
+-- Whether a kept snapshot may cover a row of a day, or a replay or backfill that runs has yet to read one. Snapshots of
+-- topics that are kept until they are exported need no day, as they are read from the export then.
 SELECT 1 FROM mqlayer_archive.day d
 WHERE d.day = %(day)s
-  AND (EXISTS (SELECT FROM mqlayer_archive.snapshot_topic s WHERE s.topic_id = d.topic_id AND s.batch >= d.first_batch)
+  AND (EXISTS (SELECT FROM mqlayer_archive.snapshot_topic s JOIN mqlayer.topic t USING (topic_id)
+               WHERE s.topic_id = d.topic_id AND s.batch >= d.first_batch AND NOT t.keep_until_exported)
        OR EXISTS (SELECT FROM mqlayer.redrive r JOIN mqlayer.consumer_group g USING (group_id)
                   WHERE g.topic_id = d.topic_id AND r.state = 'running' AND r.upto_batch >= d.first_batch
                     AND r.at_batch <= d.last_batch))
+LIMIT 1;
+
+-- name: archive_day_unexported
+-- Whether a day has batches of a topic that is kept until it is exported, and no export of them is verified.
+SELECT 1 FROM mqlayer_archive.day d JOIN mqlayer.topic t USING (topic_id)
+WHERE d.day = %(day)s AND t.keep_until_exported
+  AND NOT EXISTS (SELECT FROM mqlayer_archive.lake_topic l
+                  WHERE l.topic_id = d.topic_id AND l.first_batch <= d.first_batch AND l.verified_batch >= d.last_batch)
 LIMIT 1;
 
 -- name: archive_day_lock
@@ -197,10 +215,14 @@ SELECT mqlayer_archive.day_index_v1(%(day)s);
 -- name: archive_day_drop
 -- Drop a day's table partitions, and what is noted of it but that its batches are gone.
 WITH forgotten AS (
-    DELETE FROM mqlayer_archive.day WHERE day = %(day)s RETURNING topic_id, last_batch
+    DELETE FROM mqlayer_archive.day WHERE day = %(day)s RETURNING topic_id, first_batch, last_batch
 ), gone AS (
     UPDATE mqlayer_archive.topic a SET dropped_batch = greatest(a.dropped_batch, f.last_batch)
     FROM forgotten f WHERE f.topic_id = a.topic_id
+), exported AS (
+    -- Snapshots that cover it are read with an export from now on.
+    UPDATE mqlayer_archive.snapshot_topic s SET exported_batch = greatest(s.exported_batch, least(f.last_batch, s.batch))
+    FROM forgotten f WHERE f.topic_id = s.topic_id AND s.batch >= f.first_batch
 )
 SELECT mqlayer_archive.day_drop_v1(%(day)s);
 

@@ -156,7 +156,7 @@ SELECT count(*) FROM mqlayer.partition WHERE topic_id = %(topic_id)s AND created
 -- All topics that are not deleted, with their limits and the number of partitions in force.
 SELECT t.topic_id, t.name, t.strategy, t.body_limit, t.backlog_limit, t.version,
        (SELECT count(*) FROM mqlayer.route r WHERE r.topic_id = t.topic_id AND r.version = t.version) AS partitions,
-       t.archived, t.retention_days, t.deleting_at IS NOT NULL, t.durability, t.retain_s, t.retain_bytes, t.retain_messages,
+       t.archived, t.retention_days, t.keep_until_exported, t.deleting_at IS NOT NULL, t.durability, t.retain_s, t.retain_bytes, t.retain_messages,
        t.retain_unsettled, t.message_ttl_s, t.expired
 FROM mqlayer.topic t WHERE t.deleted_at IS NULL ORDER BY t.name;
 

@@ -90,6 +90,10 @@ SELECT {topic_name}, c.source, c.lp::int, c.first_seq, c.last_seq
 FROM mqlayer_archive.cut c JOIN mqlayer.topic t USING (topic_id)
 WHERE c.snapshot_id = %(snapshot_id)s ORDER BY t.name, c.source, c.lp;
 
+-- name: snapshot_ranges
+-- The cut of a snapshot, by topic id.
+SELECT c.topic_id, c.source, c.lp::int, c.first_seq, c.last_seq FROM mqlayer_archive.cut c WHERE c.snapshot_id = %(snapshot_id)s;
+
 -- name: snapshot_schemas
 -- The versions of the schemas of a snapshot's topics, each topic's oldest first.
 SELECT {topic_name}, s.version, s.mode, s.schema
@@ -156,8 +160,8 @@ WHERE c.last_seq - c.first_seq + 1 IS DISTINCT FROM f.rows OR f.rows IS DISTINCT
 ORDER BY c.name, c.source, c.lp;
 
 -- name: snapshot_there
--- An error where a snapshot was dropped. Asked in the transaction that reads it.
-SELECT mqlayer_archive.snapshot_v1(%(snapshot_id)s::int);
+-- An error where a snapshot was dropped, or days of it were after their export. Asked in the transaction that reads it.
+SELECT mqlayer_archive.snapshot_v2(%(snapshot_id)s::int, '{}'::jsonb);
 
 -- name: snapshot_records
 -- The records of a snapshot in a range of LPs. The cut is small and put together first, so that each record is looked up
@@ -245,3 +249,32 @@ JOIN mqlayer.consumer_group g ON g.group_id = o.group_id
 JOIN mqlayer.partition n ON n.partition_id = o.partition_id
 WHERE o.topic_id = %(topic_id)s::int AND o.batch > %(after)s::bigint AND o.batch <= %(upto)s::bigint
   AND n.lp_from >= %(lp_from)s::smallint AND n.lp_from < %(lp_to)s::smallint;
+
+-- name: lake_records
+-- The records of a topic's batches, as they are stored, in the order of batches and the log.
+SELECT {topic_name} AS topic, {record_columns}, r.topic_id
+FROM mqlayer_archive.record r
+JOIN mqlayer.topic t USING (topic_id)
+WHERE r.topic_id = %(topic_id)s::int AND r.batch > %(after)s::bigint AND r.batch <= %(upto)s::bigint
+ORDER BY r.batch, r.log_offset;
+
+-- name: lake_outcomes
+-- The outcomes of a topic's batches.
+SELECT {topic_name} AS topic, {outcome_columns}, o.topic_id, o.batch, o.archived_at
+FROM mqlayer_archive.outcome o
+JOIN mqlayer.topic t USING (topic_id)
+JOIN mqlayer.consumer_group g ON g.group_id = o.group_id
+WHERE o.topic_id = %(topic_id)s::int AND o.batch > %(after)s::bigint AND o.batch <= %(upto)s::bigint
+ORDER BY o.batch;
+
+-- name: lake_lineage
+-- The partitions of a topic up to its route version, each with its parents.
+SELECT {topic_name} AS topic, n.partition_id AS partition, n.lp_from::int, n.lp_to::int, f.first_version, f.last_version,
+       ARRAY(SELECT o.partition_id FROM mqlayer.partition o
+             WHERE o.ended_by_change = n.created_by_change AND o.lp_from < n.lp_to AND n.lp_from < o.lp_to
+             ORDER BY o.partition_id) AS parents, f.topic_id
+FROM (SELECT r.topic_id, r.partition_id, min(r.version) AS first_version, max(r.version) AS last_version
+      FROM mqlayer.route r WHERE r.topic_id = %(topic_id)s::int GROUP BY r.topic_id, r.partition_id) f
+JOIN mqlayer.topic t USING (topic_id)
+JOIN mqlayer.partition n ON n.partition_id = f.partition_id
+ORDER BY n.partition_id;

@@ -107,8 +107,8 @@ GRANT SELECT, INSERT (cluster, kind, name, outbox_uuid), UPDATE (closed_at, drop
 GRANT EXECUTE ON FUNCTION mqlayer.system_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.timeline_v1 TO {role};
 GRANT SELECT, INSERT (archived, backlog_limit, body_limit, home_zone, name, strategy), UPDATE (archived, backlog_limit,
-    body_limit, deleted_at, deleting_at, detached, durability, expired, home_zone, message_ttl_s, name, paused_at, paused_by, retain_bytes, retain_messages, retain_s,
-    retain_unsettled, retention_days, schema_mode, version) ON mqlayer.topic TO {role};
+    body_limit, deleted_at, deleting_at, detached, durability, expired, home_zone, keep_until_exported, message_ttl_s, name,
+    paused_at, paused_by, retain_bytes, retain_messages, retain_s, retain_unsettled, retention_days, schema_mode, version) ON mqlayer.topic TO {role};
 GRANT SELECT ON mqlayer.topic_schema TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.topic_schema_put_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.body_named_v1 TO {role};
@@ -179,6 +179,11 @@ GRANT EXECUTE ON FUNCTION mqlayer_archive.day_make_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_archive.final_outcomes_v1 TO {role};
 GRANT SELECT, INSERT (accepted_at, after_seq, log_offset, lp, next_seq, partition_id, source, topic_id), UPDATE
     (accepted_at, actor, log_offset, next_seq, partition_id) ON mqlayer_archive.gap TO {role};
+GRANT SELECT, INSERT (location), DELETE ON mqlayer_archive.lake TO {role};
+GRANT SELECT, INSERT (bytes, digest, lake_id, path, rows, sha256, topic_id, "table"), DELETE ON mqlayer_archive.lake_file TO
+    {role};
+GRANT SELECT, INSERT (batch, first_batch, lake_id, topic_id), UPDATE (batch, exported_at, first_batch, outcome_digest, outcomes,
+    record_digest, records, verified_at, verified_batch), DELETE ON mqlayer_archive.lake_topic TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_archive.lock_v1 TO {role};
 GRANT SELECT, INSERT (first_seq, last_seq, lp, source, segment, topic_id), UPDATE (first_seq, last_seq, segment) ON
     mqlayer_archive.mark TO {role};
@@ -193,7 +198,8 @@ GRANT SELECT, INSERT (complete, partition_id, topic_id, upto_offset), UPDATE (co
 GRANT SELECT, INSERT (archived_at, batch, body, headers, key, log_offset, lp, partition_id, published_at, seq, source,
     tags, topic_id, version) ON mqlayer_archive.record TO {role};
 GRANT SELECT, INSERT (name, upto_at), DELETE ON mqlayer_archive.snapshot TO {role};
-GRANT SELECT, INSERT (batch, records, snapshot_id, topic_id, version, whole) ON mqlayer_archive.snapshot_topic TO
-    {role};
+GRANT SELECT, INSERT (batch, records, snapshot_id, topic_id, version, whole), UPDATE (exported_batch) ON
+    mqlayer_archive.snapshot_topic TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_archive.snapshot_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer_archive.snapshot_v2 TO {role};
 GRANT SELECT, INSERT (batch, topic_id), UPDATE (batch, dropped_batch, last_pass_at, segment) ON mqlayer_archive.topic TO {role};

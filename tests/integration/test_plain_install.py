@@ -152,6 +152,18 @@ with arrow_batches(read_address(os.environ["MQLAYER_DSN"]), ["SELECT 42 AS answe
 
 
 @pytest.mark.full
+def test_the_lake_extra_writes_delta_tables(plain: PlainEnvironment, built_wheel: Path) -> None:
+    plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[lake]")
+    program = """
+from mqlayer.archive.lake.tables import TABLES, LakeTable
+for name in TABLES:
+    LakeTable("lake", name).create("a")
+print([LakeTable("lake", name).place(1) for name in TABLES])
+"""
+    assert plain.tries(program).splitlines()[-1] == "[0, 0, 0]"
+
+
+@pytest.mark.full
 def test_the_certificates_extra_signs(plain: PlainEnvironment, built_wheel: Path) -> None:
     plain.install("--constraint", LOCKS / "dev.lock", f"{built_wheel}[certificates]")
     program = """

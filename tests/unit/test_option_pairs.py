@@ -88,7 +88,7 @@ OPTIONS: Final[dict[str, str]] = {
         "--expired --home-zone --durability",
     "topic schema": "TOPIC --version --all --diff --store --json",
     "topic set":
-        "NAME --archived --body-limit --backlog-limit --retention --schema-mode "
+        "NAME --archived --body-limit --backlog-limit --retention --drop-days --schema-mode "
         "--retain-age --retain-bytes --retain-messages --retain-unsettled --message-ttl "
         "--expired --home-zone --durability",
     "topic delete": "NAME --force --plan --yes --json",
@@ -187,6 +187,10 @@ OPTIONS: Final[dict[str, str]] = {
     "archive status": "TOPIC --json",
     "archive gaps": "TOPIC --waiting --json",
     "archive accept-gap": "TOPIC --reason --partition",
+    "archive export": "--to --topic --no-verify --json",
+    "archive exports": "--json",
+    "archive verify-export": "LOCATION --json",
+    "archive forget-export": "LOCATION --plan --yes",
     "archive retain": "--older-than --plan --yes --json",
     "snapshot create": "NAME --topic --at",
     "snapshot list": "--json",
@@ -207,6 +211,7 @@ BY_VALUE: Final = {
 SMALL: Final = {
     **dict.fromkeys(("dead discard", "key skip-head", "parked discard"), "wants a reason, and keeps the message"),
     "archive accept-gap": "wants a reason, and drops nothing",
+    "archive export": "adds to files, and can be repeated",
     **dict.fromkeys(("bulk cancel", "replay cancel", "route drop"), "what was done stays, and it can be started again"),
     **dict.fromkeys(("node rearm", "node set", "outbox recover", "route repair"), "loses nothing without an option"),
     **dict.fromkeys(("outbox rotate", "trim"), "drops what nobody needs, as the worker does"),

@@ -31,6 +31,7 @@ EXTRAS_OF = {
         "django",
         "docs",
         "fastapi",
+        "lake",
         "oidc",
         "otel",
         "parquet",

@@ -20,6 +20,7 @@ from tests.fixtures.servers import StartRedis
 from tests.fixtures.variants import some_of
 
 PLANS = {
+    "archive forget-export": "lake",
     "archive retain": "--older-than 2d", "dead redrive": "orders g --all", "group retire": "orders g",
     "group seek": "orders g --to latest", "node lost": "node-1",
     "node balance": "", "node drain": "node-1", "node remove": "node-1", "outbox adopt": "", "outbox renew": "",
@@ -70,7 +71,9 @@ OTHERS = {
 }  # fmt: skip
 JOBS = {
     "analytics schedule run": Right.WORK,
-    "archive retain": Right.WORK, "archive run": Right.WORK, "node rearm": Right.RELAY, "outbox recover": Right.RELAY,
+    "archive export": Right.WORK, "archive forget-export": Right.WORK, "archive retain": Right.WORK,
+    "archive run": Right.WORK, "archive verify-export": Right.WORK,
+    "node rearm": Right.RELAY, "outbox recover": Right.RELAY,
     "outbox rotate": Right.WORK, "route repair": Right.WORK, "trim": Right.WORK,
 }  # fmt: skip
 """Commands that do by hand what a process does by itself: its right will do."""
@@ -173,6 +176,7 @@ def test_who_may_view_sees_plans_of_changes(system: System, act_as: Act) -> None
     system.cut()
     system.make_schedule()
     system.another_node()
+    system.exported()
     first, second = system.stage.partitions
     act_as(Right.VIEW)
     for command, words in PLANS.items():

@@ -1,0 +1,115 @@
+"""Snapshots read across an export and Postgres: the same rows by every way, also of days that only the export has."""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqlayer.archive import create_snapshot, retain, set_keep_until_exported
+from mqlayer.archive.columns import ArchiveTable
+from mqlayer.archive.lake import export_archive, read_snapshot, verify_export
+from mqlayer.archive.parquet_export import export_snapshot
+from mqlayer.errors import ArchiveBroken, NotFound
+from tests.fixtures.archived import ArchivedTopics
+from tests.fixtures.missing_tools import import_or_leave_out
+from tests.proof.runtimes import runtime_of
+
+import_or_leave_out("deltalake")
+
+TABLES: tuple[ArchiveTable, ...] = ("records", "outcomes", "lineage")
+
+
+def fill(archived: ArchivedTopics) -> None:
+    """Two topics; an old day, rows of every kind; a part of the snapshot `s` is exported."""
+    runtime = runtime_of(archived.database)
+    archived.topic("invoices")
+    archived.put("a", "b", "a", body=b"\x00\xff", age_days=40)
+    archived.put("ä\0☃", None, tags=["eu", "vip"], headers='{"x":"ä","n":"\\u0000","e":""}', source=2, outcomes=True)
+    archived.put("a", topic="invoices")
+    export_archive(runtime, lake_of(archived))
+    archived.put("a", body=b"", headers="{}", tags=[], outcomes=True)
+    archived.put(*[f"key-{number}" for number in range(30)])
+    create_snapshot(runtime, "s")
+    archived.put("a", "late", outcomes=True)
+
+
+_LAKES: dict[str, str] = {}
+
+
+def lake_of(archived: ArchivedTopics) -> str:
+    return _LAKES[archived.dsn]
+
+
+@pytest.fixture
+def filled(archived: ArchivedTopics, tmp_path: Path) -> ArchivedTopics:
+    _LAKES[archived.dsn] = str(tmp_path / "lake")
+    fill(archived)
+    return archived
+
+
+def drop_exported_days(archived: ArchivedTopics) -> None:
+    runtime = runtime_of(archived.database)
+    verify_export(runtime, lake_of(archived))
+    for topic in ("orders", "invoices"):
+        set_keep_until_exported(runtime, topic, keep=True)
+    assert [day.result for day in retain(runtime, older_than=dt.timedelta(days=30))] == ["dropped"]
+
+
+def rows_of(batches: Any) -> list[str]:
+    """Sorted rows, as text; maps as dictionaries."""
+    rows = [row for batch in batches for row in batch.to_pylist()]
+    for row in rows:
+        if row.get("headers") is not None:
+            row["headers"] = dict(row["headers"])
+    return sorted(map(str, rows))
+
+
+def digest(rows: list[str]) -> str:
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()
+
+
+def everything(archived: ArchivedTopics, **how: Any) -> dict[str, str]:
+    return {table: digest(rows_of(read_snapshot(archived.database, "s", table=table, **how))) for table in TABLES}
+
+
+def test_every_way_gives_the_same_rows_before_and_after_days_are_dropped(
+    filled: ArchivedTopics, tmp_path: Path
+) -> None:
+    """Invariant 18, by hash of sorted rows: Postgres, a Parquet export, across, and the lake alone."""
+    import pyarrow.parquet as pq
+
+    before = everything(filled)
+    count = len(rows_of(read_snapshot(filled.database, "s")))
+    assert count == 37
+    export_snapshot(runtime_of(filled.database), "s", tmp_path / "out", file_rows=20)
+    exported = {
+        table: digest(rows_of(pq.read_table(path).to_batches()[0] for path in (tmp_path / "out" / table).iterdir()))
+        for table in TABLES
+    }
+    assert exported == before
+    assert everything(filled, export=lake_of(filled)) == before
+    drop_exported_days(filled)
+    with pytest.raises(ArchiveBroken, match="with its export"):
+        everything(filled)
+    assert everything(filled, export=lake_of(filled)) == before
+    export_archive(runtime_of(filled.database), lake_of(filled))
+    assert everything(filled, export=lake_of(filled)) == before
+    moved = Path(lake_of(filled)).rename(tmp_path / "moved")
+    assert everything(filled, export=str(moved)) == before, "wherever the tables are"
+    assert rows_of(read_snapshot(filled.database, "s", export=str(moved), columns=["key"]))
+
+
+def test_a_record_that_is_nowhere_is_missed_at_the_end(filled: ArchivedTopics) -> None:
+    filled.connection.execute("DELETE FROM mqlayer_archive.record WHERE batch = 4 AND key = 'key-7'")
+    with pytest.raises(ArchiveBroken, match="has 37 records, 36 were read"):
+        rows_of(read_snapshot(filled.database, "s", export=lake_of(filled)))
+
+
+def test_another_archives_tables_are_refused(filled: ArchivedTopics) -> None:
+    filled.connection.execute("UPDATE mqlayer_archive.lake SET lake_uuid = gen_random_uuid()")
+    with pytest.raises(NotFound, match="another archive"):
+        rows_of(read_snapshot(filled.database, "s", export=lake_of(filled)))
