@@ -41,6 +41,20 @@ LEFT JOIN mqlayer_archive.lake_topic l ON l.topic_id = p.topic_id
     AND l.lake_id = (SELECT k.lake_id FROM mqlayer_archive.lake k WHERE k.lake_uuid = %(uuid)s::uuid)
 WHERE p.snapshot_id = %(snapshot_id)s ORDER BY p.topic_id;
 
+-- name: lake_of_topic
+-- What a lake has of a topic: its tables' uuid, the topic's archived name, from which batch on (null: nothing), up to which
+-- one retention dropped some, up to which one rows of a snapshot may be in lakes alone, and whether another lake began before.
+SELECT k.lake_uuid::text, {topic_name}, l.first_batch, a.dropped_batch, coalesce(p.exported_batch, 0),
+       EXISTS (SELECT FROM mqlayer_archive.lake_topic o
+               WHERE o.topic_id = a.topic_id AND o.lake_id <> k.lake_id AND o.first_batch < l.first_batch
+                 AND o.verified_batch > 0) AS elsewhere
+FROM mqlayer_archive.lake k
+JOIN mqlayer_archive.topic a ON a.topic_id = %(topic_id)s
+JOIN mqlayer.topic t ON t.topic_id = a.topic_id
+LEFT JOIN mqlayer_archive.lake_topic l ON l.lake_id = k.lake_id AND l.topic_id = a.topic_id
+LEFT JOIN mqlayer_archive.snapshot_topic p ON p.topic_id = a.topic_id AND p.snapshot_id = %(snapshot_id)s::int
+WHERE k.location = %(location)s;
+
 -- name: lake_needed
 -- Snapshots with days that only lakes have.
 SELECT DISTINCT s.name FROM mqlayer_archive.snapshot s

@@ -44,13 +44,13 @@ _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 PACKAGES: Final = "exports to a lake need more packages: pip install 'mqlayer[lake]'"
 
 
-def check_packages() -> None:
-    """Raise InvalidInput without the extra."""
+def check_packages(purpose: str = "") -> None:
+    """Raise InvalidInput without the extra; the error names the purpose."""
     try:
         import deltalake  # noqa: F401 - whether it is there
         import pyarrow.dataset  # noqa: F401
     except ImportError:
-        raise InvalidInput(PACKAGES) from None
+        raise InvalidInput(f"{PACKAGES}, {purpose}" if purpose else PACKAGES) from None
 
 
 def lake_columns(table: ArchiveTable) -> dict[str, str]:
@@ -196,6 +196,10 @@ class LakeTable:
         with lake_errors(self.location):
             found = pa.table(self.delta.get_add_actions(flatten=True))
         return list(found.filter(pc.equal(found["partition.topic"], topic)).to_pylist()) if found.num_rows else []
+
+    def rows_of(self, topic: str) -> pa.dataset.Dataset:
+        """Return a topic's rows, to be read with `lake_errors`."""
+        return self.delta.to_pyarrow_dataset(file_pruning_predicate=[("topic", "=", topic)])
 
     def file_system(self) -> Any:
         """Return an Arrow file system with the table's folder as its root."""
