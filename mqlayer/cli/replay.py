@@ -183,7 +183,6 @@ def _row(one: Replay) -> dict[str, Any]:
         "upto_batch": one.upto_batch,
         "per_s": one.per_s,
         "newer": one.newer,
-        "from_export": one.filter.export,
         "blocked_by": one.blocked_by,
         **common_columns(one),
     }

@@ -16,6 +16,10 @@ split_part(t.name, '@', 1);
 -- A lake by its location.
 SELECT lake_id, lake_uuid::text FROM mqlayer_archive.lake WHERE location = %(location)s;
 
+-- name: lake_lock
+-- Be the only exporter to a lake as long as this session lives, or not.
+SELECT pg_try_advisory_lock(hashtext('mqlayer.lake'), %(lake_id)s::int);
+
 -- name: lake_insert
 -- Register a lake; nothing where it is known.
 INSERT INTO mqlayer_archive.lake (location) VALUES (%(location)s) ON CONFLICT (location) DO NOTHING

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from mqlayer.archive.columns import ArchiveTable
 from mqlayer.archive.lake.state import Lake, ensure_lake
 from mqlayer.archive.lake.tables import TABLES, LakeTable, check_packages, lake_schema
-from mqlayer.errors import ArchiveBroken, InvalidInput, NotFound, TransactionConflict
+from mqlayer.errors import ArchiveBroken, Conflict, InvalidInput, NotFound, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger
 from mqlayer.postgres.arrow_reader import ReadAddress, arrow_batches, bound, read_address
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
+from mqlayer.postgres.session_lock import session_lock
 from mqlayer.runtime.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -63,12 +65,20 @@ def export_archive(
     """Append the batches that the lake lacks, each once, then compact small files.
 
     Safe to kill, and to run concurrently. Starts no commit after `at_most_s`. Raises NotFound, InvalidInput, Conflict
-    for a place of another archive, ArchiveBroken if days were dropped before, StoreUnavailable.
+    for a place of another archive and for an object store to which another process exports, ArchiveBroken if days were
+    dropped before, StoreUnavailable.
     """
     check_packages()
     wanted = _topics(runtime, topics)
     lake = ensure_lake(runtime, location)
     failpoint("lake.after_register")
+    with _alone(runtime, lake) as check:
+        return _export(runtime, lake, wanted, at_most_s, check)
+
+
+def _export(
+    runtime: Runtime, lake: Lake, wanted: list[_ExportTopic], at_most_s: float | None, check: Callable[[], None]
+) -> LakeReport:
     tables = {name: LakeTable(lake.location, name) for name in TABLES}
     for table in tables.values():
         table.create(lake.uuid)
@@ -77,8 +87,9 @@ def export_archive(
     until = float("inf") if at_most_s is None else time.monotonic() + at_most_s
     address = read_address(runtime.control.dsn)
     for topic in wanted:
-        _TopicExport(runtime, address, lake, tables, topic, report).run(until)
+        _TopicExport(runtime, address, lake, tables, topic, report, check).run(until)
     for table in tables.values():
+        check()
         gone = sum(_compacted(table, name) for name in {topic.name for topic in wanted})
         report.compacted += gone
         failpoint("lake.after_compact")
@@ -87,6 +98,24 @@ def export_archive(
     if report.total:
         log.info("archive_exported", extra={"records": report.total, "commits": report.commits})
     return report
+
+
+@contextmanager
+def _alone(runtime: Runtime, lake: Lake) -> Iterator[Callable[[], None]]:
+    """Be an object store's only exporter: some stores don't heed the condition of a commit, and lose one of two.
+
+    Directories need none of that.
+    """
+    if "://" not in lake.location:
+        yield lambda: None
+        return
+    facts = {"lake_id": lake.lake_id}
+    with session_lock(
+        runtime.control.dsn, "lake_lock", facts, purpose="an export", application=APPLICATION
+    ) as check:  # fmt: skip
+        if check is None:
+            raise Conflict(f"another process exports to {lake.location}", "try again when it ended")
+        yield check
 
 
 def _topics(runtime: Runtime, names: Sequence[str] | None) -> list[_ExportTopic]:
@@ -117,8 +146,9 @@ class _TopicExport:
         tables: dict[ArchiveTable, LakeTable],
         topic: _ExportTopic,
         report: LakeReport,
+        check: Callable[[], None],
     ) -> None:
-        self._runtime, self._address, self._lake = runtime, address, lake
+        self._runtime, self._address, self._lake, self._check = runtime, address, lake, check
         self._tables, self._topic, self._report = tables, topic, report
 
     def run(self, until: float) -> None:
@@ -195,6 +225,8 @@ class _TopicExport:
                 counted.append(batch.num_rows)
                 yield formed(_with_day(batch), schema)
                 failpoint("lake.in_write")
+        # The commit follows.
+        self._check()
 
     def _lineage(self) -> None:
         """Bring the topic's partitions up to date, where a route changed."""
@@ -208,6 +240,7 @@ class _TopicExport:
             now = pa.Table.from_batches([formed(batch, schema) for batch in batches], schema=schema)
         stored = table.delta.to_pyarrow_table(filters=[("topic_id", "=", self._topic.topic_id)])
         if _sorted_rows(now) != _sorted_rows(stored):
+            self._check()
             version = max((row["last_version"] for row in now.to_pylist()), default=0)
             table.replace(now, self._topic.topic_id, version)
             table.refresh()
