@@ -12,7 +12,7 @@ import pytest
 from mqlayer.archive import create_snapshot, retain, set_keep_until_exported
 from mqlayer.archive.lake import export_archive, lake_statuses, read_snapshot, verify_export
 from mqlayer.archive.lake.tables import LakeTable
-from mqlayer.errors import ArchiveBroken, Conflict, StoreUnavailable, TransactionConflict
+from mqlayer.errors import Conflict, StoreUnavailable, TransactionConflict
 from tests.fixtures.archived import ArchivedTopics
 from tests.fixtures.conditional_store import conditional_store
 from tests.fixtures.failpoints import armed
@@ -171,12 +171,3 @@ def test_a_store_that_does_not_answer_is_unavailable(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(StoreUnavailable, match=lake):
         export_archive(runtime_of(archived.database), lake)
-
-
-def test_a_snapshot_with_dropped_days_is_not_read_without_its_store(archived: ArchivedTopics) -> None:
-    runtime = runtime_of(archived.database)
-    archived.put("a")
-    create_snapshot(runtime, "s")
-    archived.rows("UPDATE mqlayer_archive.snapshot_topic SET exported_batch = 1 RETURNING 1")
-    with pytest.raises(ArchiveBroken, match="with its export"):
-        list(read_snapshot(archived.database, "s"))
