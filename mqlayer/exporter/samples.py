@@ -46,6 +46,8 @@ def control_samples(runtime: Runtime, *, by_partition: bool = False) -> Samples:
         found["mqlayer.archive.gaps"].append((gaps, {"topic": topic}))
         if passed_s is not None:
             found["mqlayer.archive.delay"].append((passed_s, {"topic": topic}))
+    for location, topic, *_, behind_s in _rows(runtime.control, "lake_statuses"):
+        found["mqlayer.archive.export_delay"].append((behind_s, {"topic": topic, "export": location}))
     for name, state, _, _, _, overdue_s in _rows(runtime.control, "check_schedules"):
         found["mqlayer.schedule.faults"].append((int(state == "faults"), {"schedule": name}))
         found["mqlayer.schedule.failed"].append((int(state == "failed"), {"schedule": name}))

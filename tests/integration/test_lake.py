@@ -7,13 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from mqlayer.archive import create_snapshot, retain, set_keep_until_exported
 from mqlayer.archive.lake import export, export_archive, forget_lake, lake_statuses, tables, verify_export
 from mqlayer.archive.lake.state import lake_location
 from mqlayer.archive.lake.tables import LakeTable
 from mqlayer.archive.parquet_export import export_snapshot
+from mqlayer.doctor import diagnose
+from mqlayer.doctor.findings import CheckStatus
 from mqlayer.errors import ArchiveBroken, Conflict, InvalidInput, NotFound
+from mqlayer.exporter.samples import control_samples
+from mqlayer.settings import Settings
 from tests.fixtures.archived import ArchivedTopics
 from tests.fixtures.commands import Commands
 from tests.fixtures.lakes import archived_ids, archived_outcome_ids, ids, outcome_ids
@@ -259,6 +264,28 @@ def test_retention_waits_for_a_verified_export_and_then_drops_days_under_snapsho
     assert create_snapshot(runtime, "later").records == 1
     assert export_snapshot(runtime, "later", tmp_path / "later").snapshot.records == 1
     assert not set_keep_until_exported(runtime, "orders", keep=True)
+
+
+def test_a_late_export_is_told_by_the_doctor_and_the_exporter(archived: ArchivedTopics, tmp_path: Path) -> None:
+    runtime, lake = runtime_of(archived.database), str(tmp_path / "lake")
+
+    def told() -> tuple[CheckStatus, str, list[tuple[float, dict[str, str]]]]:
+        (found,) = [one for one in diagnose(Settings(dsn=SecretStr(archived.dsn))) if one.check == "exports"]
+        samples = control_samples(runtime)["mqlayer.archive.export_delay"]
+        return found.verdict, found.seen, [(round(value / 3600), dict(labels)) for value, labels in samples]
+
+    assert told() == (CheckStatus.OK, "the archive is not exported", [])
+    fill(archived, 1)
+    export_archive(runtime, lake)
+    fill(archived, 1)
+    labels = {"topic": "orders", "export": lake}
+    assert told() == (CheckStatus.OK, "exports of the archive: 1; none is late", [(0, labels)])
+    archived.connection.execute("UPDATE mqlayer_archive.lake_topic SET exported_at = now() - interval '49 h'")
+    verdict, seen, samples = told()
+    assert (verdict, samples) == (CheckStatus.WARNING, [(49, labels)])
+    assert f"at {lake} lacks 2 batches" in seen
+    export_archive(runtime, lake)
+    assert told()[0] is CheckStatus.OK
 
 
 def test_without_the_setting_snapshots_keep_their_days(archived: ArchivedTopics, tmp_path: Path) -> None:
