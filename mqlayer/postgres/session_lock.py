@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import psycopg
-
-from mqlayer.postgres.database import address_of, connect_directly, translate
+from mqlayer.postgres.database import address_of, connect_directly, driver_errors
 from mqlayer.postgres.queries import query
 
 
@@ -23,10 +21,8 @@ def session_lock(
     with connect_directly(dsn, purpose=purpose, application=application) as connection:
 
         def execute(text: str, values: Mapping[str, Any] | None = None) -> bool:
-            try:
+            with driver_errors(address_of(dsn)):
                 ((answer,),) = connection.execute(text.encode(), values).fetchall()
-            except psycopg.Error as error:
-                raise translate(error, address_of(dsn)) from error
             return bool(answer)
 
         def check() -> None:

@@ -145,12 +145,13 @@ class OrderedRecords:
 
     def _condition(self, first: int, last: int) -> pa.dataset.Expression:
         """Apart from tag and snapshot."""
+        import pyarrow as pa
         import pyarrow.compute as pc
 
         wanted = self._wanted
         condition = batches_wanted(self.batches.topic_id, first, last)
         if wanted["partitions"] is not None:
-            condition &= pc.field("partition").isin(wanted["partitions"])
+            condition &= pc.field("partition").isin(pa.array(wanted["partitions"], pa.int32()))
         if wanted["key"] is not None:
             condition &= (pc.field("lp") == wanted["lp"]) & (pc.field("key") == wanted["key"].decode())
         if wanted["since"] is not None:

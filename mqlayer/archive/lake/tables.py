@@ -39,6 +39,7 @@ SMALL_FILES: Final = 8
 """A day's partition with as many files is compacted."""
 KEPT: Final = timedelta(days=7)
 """Files that compaction replaced stay this long, for readers."""
+CREDENTIALS: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 MARK: Final = "mqlayer archive "
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 PACKAGES: Final = "exports to a lake need more packages: pip install 'mqlayer[lake]'"
@@ -248,7 +249,12 @@ def lake_errors(location: str) -> Iterator[None]:
 
 def _plain(error: Exception) -> str:
     # The first line; later ones may be a reader's stack.
-    lines = [_COLOUR.sub("", line).strip(" ↳") for line in str(error).splitlines()]
+    text = str(error)
+    for name in CREDENTIALS:
+        # Stores repeat a key id in their answers.
+        if value := os.environ.get(name):
+            text = text.replace(value, "…")
+    lines = [_COLOUR.sub("", line).strip(" ↳") for line in text.splitlines()]
     return ": ".join([line for line in lines if line][:3])[:500] or type(error).__name__
 
 
