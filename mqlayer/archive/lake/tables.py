@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mqlayer.archive.columns import COLUMNS, ArchiveTable
 from mqlayer.errors import Conflict, InvalidInput, MqlayerError, StoreUnavailable, TransactionConflict
+from mqlayer.redaction import redact, register_secrets
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -74,6 +75,8 @@ def storage_options(location: str) -> dict[str, str]:
     """Return the options of an object store beside the AWS_… variables, which delta-rs reads itself."""
     if not location.startswith(("s3://", "s3a://")):
         return {}
+    # Stores repeat a key id in their answers.
+    register_secrets(*map(os.environ.get, CREDENTIALS))
     found: dict[str, str] = {}
     endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("MQLAYER_S3_ENDPOINT")
     if endpoint:
@@ -249,12 +252,7 @@ def lake_errors(location: str) -> Iterator[None]:
 
 def _plain(error: Exception) -> str:
     # The first line; later ones may be a reader's stack.
-    text = str(error)
-    for name in CREDENTIALS:
-        # Stores repeat a key id in their answers.
-        if value := os.environ.get(name):
-            text = text.replace(value, "…")
-    lines = [_COLOUR.sub("", line).strip(" ↳") for line in text.splitlines()]
+    lines = [_COLOUR.sub("", line).strip(" ↳") for line in redact(str(error)).splitlines()]
     return ": ".join([line for line in lines if line][:3])[:500] or type(error).__name__
 
 
