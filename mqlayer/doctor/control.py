@@ -227,7 +227,9 @@ def check_exports(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
     rows, found = checked.rows("lake_statuses"), []
     for location, topic, _, _, _, _, batches, behind_s in rows:
         if behind_s > limits.export_s:
-            seen = f"the export of topic {topic} at {location} lacks {batches} batches, since {format_seconds(behind_s)}"
+            seen = (
+                f"the export of topic {topic} at {location} lacks {batches} batches, since {format_seconds(behind_s)}"
+            )
             fix = f"mqlayer archive export --to {location}; or, if it ended, mqlayer archive forget-export {location}"
             found.append(Finding("exports", checked.subject, CheckStatus.WARNING, seen, fix))
     places = len({row[0] for row in rows})

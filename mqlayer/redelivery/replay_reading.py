@@ -146,7 +146,9 @@ class ReplayReader:
             ((count,),) = connection.execute(query("replay_count"), facts).fetchall()
         return int(count) + (exported.count() if exported is not None and upto else 0)
 
-    def _read_postgres(self, at: ArchivePlace, batch: int, upto: int, limit: int) -> tuple[list[ArchivedRecord], ArchivePlace]:
+    def _read_postgres(
+        self, at: ArchivePlace, batch: int, upto: int, limit: int
+    ) -> tuple[list[ArchivedRecord], ArchivePlace]:
         with self._database.connection() as connection:
             facts = self._facts | {"batch": batch, "upto": upto, "rows": WINDOW}
             ((first, beyond),) = connection.execute(query("replay_window"), facts, prepare=False).fetchall()

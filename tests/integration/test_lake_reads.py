@@ -135,10 +135,10 @@ def test_spark_gives_the_rows_that_the_lake_gives(filled: ArchivedTopics, tmp_pa
 
 def rows_of_spark(frame: Any) -> list[str]:
     """Sorted rows as `rows_of` has them; times by their numbers, as Spark's come in the session's zone."""
-    from pyspark.sql import functions as F
+    from pyspark.sql import functions
 
     times = [field.name for field in frame.schema if field.dataType.typeName() == "timestamp"]
-    rows = [row.asDict() for row in frame.withColumns({name: F.unix_micros(name) for name in times}).collect()]
+    rows = [row.asDict() for row in frame.withColumns({name: functions.unix_micros(name) for name in times}).collect()]
     for row in rows:
         for name in times:
             row[name] = None if row[name] is None else EPOCH + dt.timedelta(microseconds=row[name])

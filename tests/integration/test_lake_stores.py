@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
@@ -27,13 +26,13 @@ import_or_leave_out("deltalake")
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch, s3_server: ObjectServer) -> Iterator[ObjectServer]:
+def store(monkeypatch: pytest.MonkeyPatch, s3_server: ObjectServer) -> ObjectServer:
     """A store that heeds no condition of a PUT; this process has its credentials."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY[0])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEY[1])
-    yield s3_server
+    return s3_server
 
 
 @pytest.fixture
@@ -157,5 +156,7 @@ def test_credentials_are_in_no_log_no_error_and_no_table(archived: ArchivedTopic
 
 
 def _all_rows(archived: ArchivedTopics) -> str:
-    tables = archived.rows("SELECT format('%%I.%%I', schemaname, tablename) FROM pg_tables WHERE schemaname LIKE 'mqlayer%%'")
+    tables = archived.rows(
+        "SELECT format('%%I.%%I', schemaname, tablename) FROM pg_tables WHERE schemaname LIKE 'mqlayer%%'"
+    )
     return "\n".join(str(archived.rows(f"SELECT t::text FROM {name} t")) for (name,) in tables)

@@ -19,7 +19,6 @@ from mqlayer.groups.seek import apply_seek, planned_seek
 from mqlayer.postgres.queries import query
 from mqlayer.redelivery import (
     DeadFilter,
-    Replay,
     ReplayFilter,
     cancel_replay,
     count_archived,
@@ -42,6 +41,7 @@ from tests.fixtures.replay_scenes import ALL, ReplayScene, numbers
 from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
+
 
 @pytest.fixture
 def scene(stage: Stage) -> ReplayScene:
