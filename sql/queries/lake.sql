@@ -47,8 +47,11 @@ WHERE p.snapshot_id = %(snapshot_id)s ORDER BY p.topic_id;
 
 -- name: lake_of_topic
 -- What a lake has of a topic: its tables' uuid, the topic's archived name, from which batch on (null: nothing), up to which
--- one retention dropped some, up to which one rows of a snapshot may be in lakes alone, and whether another lake began before.
-SELECT k.lake_uuid::text, {topic_name}, l.first_batch, a.dropped_batch, coalesce(p.exported_batch, 0),
+-- one some were dropped, also by hand, up to which one rows of a snapshot may be in lakes alone, and whether another lake began before.
+SELECT k.lake_uuid::text, {topic_name}, l.first_batch,
+       greatest(a.dropped_batch, (
+           SELECT max(d.last_batch) FROM mqlayer_archive.day d WHERE d.topic_id = a.topic_id
+           AND to_regclass('mqlayer_archive.record_' || to_char(d.day, 'YYYYMMDD')) IS NULL)), coalesce(p.exported_batch, 0),
        EXISTS (SELECT FROM mqlayer_archive.lake_topic o
                WHERE o.topic_id = a.topic_id AND o.lake_id <> k.lake_id AND o.first_batch < l.first_batch
                  AND o.verified_batch > 0) AS elsewhere

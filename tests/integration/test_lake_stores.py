@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime as dt
 import os
 import signal
+import uuid
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,12 +15,12 @@ from mqlayer.archive.lake import export_archive, lake_statuses, read_snapshot, v
 from mqlayer.archive.lake.tables import LakeTable
 from mqlayer.errors import Conflict, TransactionConflict
 from tests.fixtures.archived import ArchivedTopics
-from tests.fixtures.conditional_store import conditional_store
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python, is_stopped, start_python
 from tests.fixtures.lakes import PROGRAM, archived_ids, archived_outcome_ids, ids, outcome_ids
 from tests.fixtures.missing_tools import import_or_leave_out
 from tests.fixtures.object_stores import BUCKET, KEY, ObjectServer
+from tests.fixtures.s3_front import store_before
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -26,20 +28,20 @@ import_or_leave_out("deltalake")
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch, s3_server: ObjectServer) -> ObjectServer:
+def store(monkeypatch: pytest.MonkeyPatch, s3_server: ObjectServer) -> Iterator[ObjectServer]:
     """A store that heeds no condition of a PUT; this process has its credentials."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY[0])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEY[1])
-    return s3_server
+    with store_before(s3_server, conditional=False) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        yield s3_server
 
 
 @pytest.fixture
-def lake(archived: ArchivedTopics) -> str:
+def lake() -> str:
     """An address of its own in the bucket."""
-    ((name,),) = archived.rows("SELECT current_database()")
-    return f"s3://{BUCKET}/{name}/lake"
+    return f"s3://{BUCKET}/{uuid.uuid4().hex}/lake"
 
 
 def fill(archived: ArchivedTopics) -> None:
@@ -128,7 +130,7 @@ def test_a_store_that_heeds_conditions_refuses_the_second_of_two_commits(
 ) -> None:
     """Also without the lock: as a commit is one conditional put."""
     fill(archived)
-    with conditional_store(store) as endpoint:
+    with store_before(store, conditional=True) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         export_archive(runtime_of(archived.database), lake)
         first, second = LakeTable(lake, "outcomes"), LakeTable(lake, "outcomes")
