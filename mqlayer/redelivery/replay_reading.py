@@ -1,4 +1,4 @@
-"""Archived records for replays, in the order of batch and offset: from Postgres, and from an export what it dropped."""
+"""Archived records for replays, in the order of batch and offset: from Postgres, and dropped ones from an export."""
 
 from __future__ import annotations
 
