@@ -27,6 +27,10 @@ from tests.proof.runtimes import runtime_of
 import_or_leave_out("deltalake")
 
 
+PATIENT_S = 180.0
+"""An export makes some hundred requests."""
+
+
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch, s3_server: ObjectServer) -> Iterator[ObjectServer]:
     """A store that heeds no condition of a PUT; this process has its credentials."""
@@ -76,6 +80,7 @@ def test_exports_to_a_store_are_as_those_to_a_directory(
     assert [(one.location, one.batches_behind) for one in lake_statuses(archived.database)] == [(lake, 0)]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("store")
 def test_a_store_has_one_exporter_at_a_time_and_the_next_one_goes_on(archived: ArchivedTopics, lake: str) -> None:
     """As a store that heeds no condition loses one of two commits; a killed exporter leaves it at once."""
@@ -83,7 +88,7 @@ def test_a_store_has_one_exporter_at_a_time_and_the_next_one_goes_on(archived: A
     runtime = runtime_of(archived.database)
     started = start_python("-c", PROGRAM, archived.dsn, lake, env=os.environ | armed("lake.in_write=stop@2"))
     try:
-        wait_until(lambda: is_stopped(started), what="it is stopped in its write", timeout_s=20)
+        wait_until(lambda: is_stopped(started), what="it is stopped in its write", timeout_s=PATIENT_S)
         with pytest.raises(Conflict, match="another process exports"):
             export_archive(runtime, lake)
         started.send_signal(signal.SIGKILL)
@@ -112,12 +117,12 @@ def test_an_exporter_whose_session_ended_commits_nothing(archived: ArchivedTopic
     fill(archived)
     started = start_python("-c", PROGRAM, archived.dsn, lake, env=os.environ | armed("lake.in_write=stop@2"))
     try:
-        wait_until(lambda: is_stopped(started), what="it is stopped in its write", timeout_s=20)
+        wait_until(lambda: is_stopped(started), what="it is stopped in its write", timeout_s=PATIENT_S)
         assert archived.rows(f"SELECT pg_terminate_backend(pid) {LOCKED}") == [(True,)]
         wait_until(lambda: _free(archived), what="its session ended")
         export_archive(runtime_of(archived.database), lake)
         started.send_signal(signal.SIGCONT)
-        assert started.wait(30) != 0
+        assert started.wait(PATIENT_S) != 0
     finally:
         started.kill()
         started.wait()
@@ -140,15 +145,17 @@ def test_a_store_that_heeds_conditions_refuses_the_second_of_two_commits(
         assert LakeTable(lake, "outcomes").place(1) == 90
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("store")
 def test_credentials_are_in_no_log_no_error_and_no_table(archived: ArchivedTopics, lake: str) -> None:
     """They come from the environment only."""
     fill(archived)
     places = os.environ | {"MQLAYER_DSN": archived.dsn, "MQLAYER_LOG_LEVEL": "debug"}
-    done = ask_python("mqlayer", "archive", "export", "--to", lake, env=places)
+    done = ask_python("mqlayer", "archive", "export", "--to", lake, env=places, timeout=PATIENT_S)
     assert done.returncode == 0, done.stderr
     refused = ask_python(
-        "mqlayer", "archive", "export", "--to", lake, env=places | {"AWS_SECRET_ACCESS_KEY": "wrong-" + KEY[1]}
+        "mqlayer", "archive", "export", "--to", lake, env=places | {"AWS_SECRET_ACCESS_KEY": "wrong-" + KEY[1]},
+        timeout=PATIENT_S,
     )
     assert refused.returncode != 0
     assert lake in refused.stderr
