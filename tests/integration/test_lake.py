@@ -85,6 +85,7 @@ def test_two_exporters_at_once_add_nothing_twice(
 ) -> None:
     monkeypatch.setattr(export, "COMMIT_ROWS", 2)
     monkeypatch.setattr(export, "TRIES", 50)
+    monkeypatch.setattr(tables, "SMALL_FILES", 2)
     fill(archived, 4)
     lake = str(tmp_path / "lake")
     with ThreadPoolExecutor(2) as pool:
@@ -92,6 +93,24 @@ def test_two_exporters_at_once_add_nothing_twice(
         assert sum(one.result(60).total for one in done) == 20
     assert ids(lake) == archived_ids(archived)
     assert outcome_ids(lake) == archived_outcome_ids(archived)
+
+
+def test_one_process_at_a_time_compacts(
+    archived: ArchivedTopics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """delta-rs commits two compactions of the same files, and each row is there twice."""
+    monkeypatch.setattr(tables, "SMALL_FILES", 2)
+    runtime, lake = runtime_of(archived.database), str(tmp_path / "lake")
+    archived.put("a")
+    export_archive(runtime, lake)
+    archived.put("a")
+    ((lake_id,),) = archived.rows("SELECT lake_id FROM mqlayer_archive.lake")
+    archived.rows("SELECT pg_advisory_lock(hashtext('mqlayer.lake'), %s)", lake_id)
+    report = export_archive(runtime, lake)
+    assert (report.total, report.compacted) == (1, 0)
+    archived.rows("SELECT pg_advisory_unlock(hashtext('mqlayer.lake'), %s)", lake_id)
+    assert export_archive(runtime, lake).compacted == 2
+    assert ids(lake) == archived_ids(archived)
 
 
 def test_a_column_of_a_later_release_is_null_in_older_rows(

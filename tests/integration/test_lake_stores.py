@@ -154,7 +154,12 @@ def test_credentials_are_in_no_log_no_error_and_no_table(archived: ArchivedTopic
     done = ask_python("mqlayer", "archive", "export", "--to", lake, env=places, timeout=PATIENT_S)
     assert done.returncode == 0, done.stderr
     refused = ask_python(
-        "mqlayer", "archive", "export", "--to", lake, env=places | {"AWS_SECRET_ACCESS_KEY": "wrong-" + KEY[1]},
+        "mqlayer",
+        "archive",
+        "export",
+        "--to",
+        lake,
+        env=places | {"AWS_SECRET_ACCESS_KEY": "wrong-" + KEY[1]},
         timeout=PATIENT_S,
     )
     assert refused.returncode != 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -72,50 +72,68 @@ def export_archive(
     wanted = _topics(runtime, topics)
     lake = ensure_lake(runtime, location)
     failpoint("lake.after_register")
-    with _alone(runtime, lake) as check:
-        return _export(runtime, lake, wanted, at_most_s, check)
+    report = LakeReport()
+    if "://" not in lake.location:
+        tables = _append(runtime, lake, wanted, at_most_s, report, check=lambda: None)
+        with _lock(runtime, lake) as check:
+            if check is None:
+                # Another exporter compacts meanwhile, or the next run.
+                log.info("lake_not_compacted", extra={"reason": "another process has the lock"})
+            else:
+                _compact(tables, wanted, report, check)
+        return report
+    with _lock(runtime, lake) as check:
+        if check is None:
+            raise Conflict(f"another process exports to {lake.location}", "try again when it ended")
+        tables = _append(runtime, lake, wanted, at_most_s, report, check=check)
+        _compact(tables, wanted, report, check)
+    return report
 
 
-def _export(
-    runtime: Runtime, lake: Lake, wanted: list[_ExportTopic], at_most_s: float | None, check: Callable[[], None]
-) -> LakeReport:
+def _lock(runtime: Runtime, lake: Lake) -> AbstractContextManager[Callable[[], None] | None]:
+    """Try the lock of compaction, and of all writes to an object store.
+
+    delta-rs commits two compactions of the same files, which doubles their rows; some stores don't heed the condition
+    of a commit.
+    """
+    facts = {"lake_id": lake.lake_id}
+    return session_lock(runtime.control.dsn, "lake_lock", facts, purpose="an export", application=APPLICATION)
+
+
+def _append(
+    runtime: Runtime,
+    lake: Lake,
+    wanted: list[_ExportTopic],
+    at_most_s: float | None,
+    report: LakeReport,
+    *,
+    check: Callable[[], None],
+) -> dict[ArchiveTable, LakeTable]:
     tables = {name: LakeTable(lake.location, name) for name in TABLES}
     for table in tables.values():
         table.create(lake.uuid)
         failpoint("lake.after_create")
-    report = LakeReport()
     until = float("inf") if at_most_s is None else time.monotonic() + at_most_s
     address = read_address(runtime.control.dsn)
     for topic in wanted:
         _TopicExport(runtime, address, lake, tables, topic, report, check).run(until)
+    if report.total:
+        log.info("archive_exported", extra={"records": report.total, "commits": report.commits})
+    return tables
+
+
+def _compact(
+    tables: dict[ArchiveTable, LakeTable], wanted: list[_ExportTopic], report: LakeReport, check: Callable[[], None]
+) -> None:
     for table in tables.values():
+        # Of the files as they are under the lock.
+        table.refresh()
         check()
         gone = sum(_compacted(table, name) for name in {topic.name for topic in wanted})
         report.compacted += gone
         failpoint("lake.after_compact")
         if gone:
             table.vacuum()
-    if report.total:
-        log.info("archive_exported", extra={"records": report.total, "commits": report.commits})
-    return report
-
-
-@contextmanager
-def _alone(runtime: Runtime, lake: Lake) -> Iterator[Callable[[], None]]:
-    """Be an object store's only exporter: some stores don't heed the condition of a commit, and lose one of two.
-
-    Directories need none of that.
-    """
-    if "://" not in lake.location:
-        yield lambda: None
-        return
-    facts = {"lake_id": lake.lake_id}
-    with session_lock(
-        runtime.control.dsn, "lake_lock", facts, purpose="an export", application=APPLICATION
-    ) as check:  # fmt: skip
-        if check is None:
-            raise Conflict(f"another process exports to {lake.location}", "try again when it ended")
-        yield check
 
 
 def _topics(runtime: Runtime, names: Sequence[str] | None) -> list[_ExportTopic]:

@@ -72,7 +72,7 @@ def exported_batches(
         raise ArchiveBroken(f"days of the snapshot are in another export than {known}", LIST_HINT)
     if place < min(dropped, upto):
         raise ArchiveBroken(
-            f"the export at {known} has batches up to {place} of topic {topic!r}, and some up to {dropped} were dropped",
+            f"the export at {known} has batches up to {place} of topic {topic!r}, some up to {dropped} were dropped",
             f"replay without it what Postgres has; {LIST_HINT}",
         )
     return ExportedBatches(table, topic_id, topic, first or 1, min(place, dropped, upto))
