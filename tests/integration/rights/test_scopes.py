@@ -194,6 +194,7 @@ def test_a_consumer_of_one_group_changes_no_row_of_another(
         "SELECT mqlayer.members_forget_v1($mail)",
         "SELECT mqlayer.beginnings_forget_v1($mail)",
         "SELECT mqlayer.parked_messages_end_v1($mail, '{1}', '{1}', '{1}', '{true}', 1, 'x')",
+        "SELECT mqlayer.parked_messages_end_v2($mail, '{1}', '{k}', '{1}', '{1}', '{true}', 1, 'x')",
         "SELECT mqlayer.parked_key_end_v1($mail, 1::smallint, 'k')",
         "SELECT mqlayer.parked_keys_forget_v1($mail, '{1}', '{k}')",
         "SELECT mqlayer.retired_messages_drop_v1($mail, 10)",
