@@ -1107,6 +1107,8 @@ CREATE FUNCTION mqlayer.retired_keys_drop_v1(p_group_id bigint, p_limit int) RET
 CREATE FUNCTION mqlayer.bodies_named_v1(p_ids text[]) RETURNS SETOF text STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer.process_beat_v2(p_facts jsonb, p_lease_s double precision, OUT serves_from int,
     OUT in_force int, OUT serves_to int) SECURITY DEFINER;
+CREATE FUNCTION mqlayer.parked_messages_end_v2(p_group_id bigint, p_lps smallint[], p_names bytea[], p_sources bigint[],
+    p_seqs bigint[], p_handled boolean[], p_given_s double precision, p_actor text) RETURNS void SECURITY DEFINER;
 
 
 -- mqlayer_archive -----------------------------------------------------------------------------------------------------

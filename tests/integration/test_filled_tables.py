@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import psycopg
 import pytest
 from pydantic import SecretStr
 
@@ -81,14 +82,15 @@ def test_messages_of_parked_keys_end_without_a_look_at_others_of_their_lp(system
     scene = Scene(system)
     facts = {"group_id": scene.group.group_id, "lp": LP, "partition": system.route.ranges[0].partition}
     read = {}
-    for first, upto in ((1, 50), (51, 5_000)):
-        with scene.database.connection() as connection:
+    for first, upto in ((1, 200), (201, 5_000)):
+        # In a session that ends: its triggers' plans are for so many rows at once.
+        with psycopg.connect(system.dsn, autocommit=True) as connection:
             for text in (KEYS_OF_LP, MESSAGES_OF_LP):
                 connection.execute(text.encode(), facts | {"from": first, "upto": upto})
             if analyzed:
-                connection.execute(b"ANALYZE mqlayer.parked_key, mqlayer.parked_message")
+                connection.execute("ANALYZE mqlayer.parked_key, mqlayer.parked_message")
         read[upto] = scene.read("end 10", lambda: end_ten(scene, facts))
-    assert 0 < read[5_000].pages <= 2 * read[50].pages + 50, read
+    assert 0 < read[5_000].pages <= read[200].pages + 60, read
     scene.database.close()
 
 
