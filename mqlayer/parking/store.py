@@ -432,7 +432,9 @@ class ParkingStore:
         ]
         if ended:
             name = update.ref.name
-            rows = [(lp, name, source, seq, handled) for record, handled in ended for source, lp, seq in [record.identity]]
+            rows = [
+                (lp, name, source, seq, handled) for record, handled in ended for source, lp, seq in [record.identity]
+            ]
             arrays = columns(("lps", "names", "sources", "seqs", "handled"), rows)
             connection.execute(query("parked_messages_end"), key | arrays | {"given_s": update.delivered_s})
         if update.go_on:
