@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-# Publishing: medians of the steps of `scale` with 16 partitions, one node and 256 bytes; bytes from `scale[bodies=65536]`.
+# Publishing: medians of the steps of `scale` with 16 partitions, one node and 256 bytes; `scale[bodies=65536]`.
 PRODUCE_US: Final = 2.9
 PRODUCE_BYTE_US: Final = 0.0006
 APPEND_US: Final = 4.8
@@ -19,7 +19,8 @@ APPEND_MOST: Final = 500
 PUBLISHED_AT_ONCE: Final = 10_000
 """Messages in one call that publishes, or under way in a relay."""
 SYNC_US: Final = 225.0
-"""Time, not processor time, of a write to the file with `appendfsync always`: `publish_one` beside `everysec`."""
+"""Time, not processor time, of a write to the file with `appendfsync always`: `publish_one` with either
+setting."""
 
 # Consuming: as publishing, with one process and one group.
 CONSUME_US: Final = 5.3
