@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from pydantic import SecretStr
@@ -21,6 +23,7 @@ from mqlayer.archive.schedules import (
     SCHEDULED_JOBS,
     SCHEDULES_LIMIT,
     Schedule,
+    ScheduledRun,
     create_schedule,
     drop_schedule,
     find_schedule,
@@ -29,14 +32,21 @@ from mqlayer.archive.schedules import (
     schedule_runs,
     schedules,
 )
+from mqlayer.cli.spark_requirements import check_spark
 from mqlayer.doctor import CheckStatus, diagnose
 from mqlayer.doctor.health import system_health
-from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.errors import Conflict, InvalidInput, NotFound, SparkMissing
 from mqlayer.exporter.samples import control_samples
+from mqlayer.failpoints import ENVIRONMENT_VARIABLE
+from mqlayer.postgres.rights import Right
 from mqlayer.settings import Settings
 from tests.fixtures.archived import ArchivedTopics
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.lakes import archived_ids, ids
+from tests.fixtures.missing_tools import import_or_leave_out, leave_out
+from tests.fixtures.roles import role_dsn
+from tests.fixtures.spark_cluster import descendants
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -51,6 +61,18 @@ from mqlayer.settings import Settings
 says = [sys.executable, "-c", 'print(\\'{"job": "audit"}\\')']
 with Database(sys.argv[1]) as database:
     run_schedule(Runtime(database, Settings()), "nightly", lease_s=0.5, command=lambda *_: says)
+"""
+
+
+RUNS: Final = """
+import sys
+from pathlib import Path
+from mqlayer.archive.scheduled_runs import run_schedule
+from mqlayer.postgres.database import Database
+from mqlayer.runtime import Runtime
+from mqlayer.settings import Settings
+with Database(sys.argv[1]) as database:
+    run_schedule(Runtime(database, Settings()), "nightly", directory=Path(sys.argv[2]))
 """
 
 
@@ -344,8 +366,8 @@ def test_certificates_continue_each_other_and_exports_go_on(
     key = tmp_path / "key.pem"
     subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True, capture_output=True)
     monkeypatch.setenv("MQLAYER_CERTIFICATE_KEY", str(key))
-    words = ("-m", "mqlayer", "analytics", "schedule", "run", "nightly", "--if-due")
-    first = ask_python(*words)
+    words = ("mqlayer", "analytics", "schedule", "run", "nightly", "--if-due")
+    first = ask_python(*words, env=os.environ)
     assert first.returncode == 0, first
     before = last_run(certified)
     made = tmp_path / "found" / "nightly" / str(before.snapshot) / CERTIFICATE
@@ -358,7 +380,7 @@ def test_certificates_continue_each_other_and_exports_go_on(
     sql(certified, "UPDATE mqlayer_archive.record SET body = 'forged' WHERE seq = 1 AND key = 'b'")
     sql(certified, "UPDATE mqlayer_archive.lake_topic SET record_digest = record_digest + 1")
     due(certified)
-    assert ask_python(*words).returncode == 1
+    assert ask_python(*words, env=os.environ).returncode == 1
     after = last_run(certified)
     assert after.state == "faults"
     assert after.results["certify"]["state"] == after.results["export"]["state"] == "faults"
@@ -386,17 +408,6 @@ def test_jobs_killed_in_the_middle_are_whole_after_the_next_run(
     assert load_certificate(found / "nightly" / str(done.snapshot) / CERTIFICATE).records == 4
     assert ids(tmp_path / "lake") == archived_ids(certified)
 
-
-RUNS: Final = """
-import sys
-from pathlib import Path
-from mqlayer.archive.scheduled_runs import run_schedule
-from mqlayer.postgres.database import Database
-from mqlayer.runtime import Runtime
-from mqlayer.settings import Settings
-with Database(sys.argv[1]) as database:
-    run_schedule(Runtime(database, Settings()), "nightly", directory=Path(sys.argv[2]))
-"""
 
 
 def test_a_job_ends_with_its_killed_run(
@@ -431,6 +442,22 @@ def test_java_ends_with_a_killed_run(nightly: ArchivedTopics, monkeypatch: pytes
     wait_until(lambda: all(map(is_gone, all_)), timeout_s=60, what="job and Java end")
 
 
+def test_all_that_a_job_started_ends_with_standard_input() -> None:
+    text = (
+        "import subprocess, sys; from mqlayer.cli.scheduled_job import watch_starter; watch_starter(); "
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+        "print(child.pid, flush=True); child.wait()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(program(text), stdin=pipe, stdout=pipe, text=True, process_group=0) as job:
+        assert job.stdin is not None
+        assert job.stdout is not None
+        child = int(job.stdout.readline())
+        job.stdin.close()
+        assert job.wait(20) == -signal.SIGTERM
+    wait_until(lambda: is_gone(child), timeout_s=20, what="the child ends")
+
+
 def is_java(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip() == "java"
@@ -456,11 +483,12 @@ def test_effects_and_journeys_run_with_the_workers_right(
         leave_out(str(missing))
     archived.put("a", "b", "a", outcomes=True)
     create_schedule(runtime_of(archived.database), "nightly", every_s=DAY, jobs=["effects", "journeys"])
-    dsn = role_of(archived.database, Right.WORK)
+    dsn = role_dsn(archived.dsn, Right.WORK)
     for name in ("MQLAYER_DSN", "MQLAYER_APP_DSN"):
         monkeypatch.setenv(name, dsn)
     monkeypatch.setenv("MQLAYER_ANALYTICS_DIR", str(tmp_path))
-    said = ask_python("-m", "mqlayer", "analytics", "schedule", "run", "nightly", "--if-due")
+    words = ("mqlayer", "analytics", "schedule", "run", "nightly", "--if-due")
+    said = ask_python(*words, env=os.environ, timeout=240.0)
     done = last_run(archived)
     assert (said.returncode, done.state) == (0, "good"), done.results
     assert done.results["effects"]["facts"]["verdict"] == "clean"
