@@ -166,6 +166,6 @@ def _run_row(one: ScheduledRun, *, as_json: bool) -> Mapping[str, Any]:
         "started_at": one.started_at,
         "ended_at": one.ended_at,
         "results": one.results if as_json else ", ".join(told),
-        "error": one.error,
+        "error": one.error or next((found["error"] for found in one.results.values() if "error" in found), None),
         "worker": one.worker,
     }

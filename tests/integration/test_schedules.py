@@ -159,6 +159,8 @@ def test_a_failed_jobs_last_line_is_kept(nightly: ArchivedTopics) -> None:
     assert done is not None
     assert "can't reach" in done.results["audit"]["error"]
     assert "secret" not in done.results["audit"]["error"]
+    (found,) = [one for one in diagnose(Settings(dsn=SecretStr(nightly.dsn))) if one.check == "schedules"]
+    assert "can't reach" in found.seen
 
 
 def test_a_due_schedule_runs_once_and_keeps_its_time_of_day(nightly: ArchivedTopics) -> None:
