@@ -51,7 +51,7 @@ class ScheduledRun:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule; `topics` None: all archived ones. `last`: the last run that ended. `export_to`: of the job `export`."""
+    """A schedule; `topics` None: all archived ones. `last`: the last ended run."""
 
     name: str
     topics: tuple[str, ...] | None

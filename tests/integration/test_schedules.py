@@ -411,7 +411,6 @@ def test_jobs_killed_in_the_middle_are_whole_after_the_next_run(
     assert ids(tmp_path / "lake") == archived_ids(certified)
 
 
-
 def test_a_job_ends_with_its_killed_run(
     certified: ArchivedTopics, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -29,9 +29,7 @@ def browser(world: World) -> Iterator[TestClient]:
 @pytest.mark.world(partitions=2)
 def test_schedules_show_what_their_runs_found_and_are_paused(world: World, browser: TestClient) -> None:
     assert "No schedule:" in words(text_of(browser, "/schedules"))
-    create_schedule(
-        world.runtime(), "nightly", every_s=86_400, jobs=["audit", "export"], export_to="s3://bucket/<b>"
-    )
+    create_schedule(world.runtime(), "nightly", every_s=86_400, jobs=["audit", "export"], export_to="s3://bucket/<b>")
     said = words(text_of(browser, "/schedules"))
     assert "It never ran." in said
     assert "Jobs: audit, export, to s3://bucket/&lt;b&gt; ." in said
