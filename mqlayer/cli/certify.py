@@ -46,7 +46,7 @@ def certify(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the certificate, as JSON.")] = None,
     key: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Sign with this Ed25519 key; else MQLAYER_CERTIFICATE_KEY."),
+        typer.Option(metavar="FILE", help="Sign with this Ed25519 key, in PEM, not the settings' one."),
     ] = None,
     block: Annotated[int | None, typer.Option(min=16, max=65_536, help="Records per hash; else 256.")] = None,
     check: Annotated[Path | None, typer.Option(metavar="FILE", help="Check this certificate.")] = None,
