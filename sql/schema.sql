@@ -1002,6 +1002,7 @@ CREATE TABLE mqlayer.analytics_schedule (
     created_at timestamptz NOT NULL DEFAULT now(),
     next_at    timestamptz NOT NULL,
     paused_at  timestamptz,
+    export_to  text,
     CONSTRAINT analytics_schedule_key PRIMARY KEY (name),
     CONSTRAINT analytics_schedule_name CHECK (name ~ '^[a-z][a-z0-9_.-]{0,39}$'),
     CONSTRAINT analytics_schedule_lists CHECK (cardinality(topics) >= 1 AND cardinality(topics) <= 1000
@@ -1011,7 +1012,9 @@ CREATE TABLE mqlayer.analytics_schedule (
     CONSTRAINT analytics_schedule_actor CHECK (octet_length(actor) <= 255),
     CONSTRAINT analytics_schedule_times CHECK (next_at >= '1970-01-01 00:00:00+00'
         AND next_at <= '9000-01-01 00:00:00+00' AND paused_at >= '1970-01-01 00:00:00+00'
-        AND paused_at <= '9000-01-01 00:00:00+00')
+        AND paused_at <= '9000-01-01 00:00:00+00'),
+    CONSTRAINT analytics_schedule_export CHECK (octet_length(export_to) >= 1 AND octet_length(export_to) <= 1024
+        AND (export_to IS NOT NULL) = ('export' = ANY (jobs)))
 );
 
 CREATE TABLE mqlayer.analytics_run (
