@@ -376,7 +376,7 @@ def test_a_replaced_server_is_seen_to_with_sequences_at_their_end(
         with closing(psycopg.connect(roles.login(Right.VIEW), autocommit=True)) as viewer:
             assert viewer.execute("SELECT mqlayer.server_seen_v1()").fetchone() == (True,)
             ((count,),) = viewer.execute("SELECT count(*) FROM mqlayer.numbers_used_v1() WHERE used > 0.99").fetchall()
-            assert count == 5, "nodes, topics, partitions, changes and snapshots"
+            assert count == 6, "nodes, topics, partitions, changes, snapshots and lakes"
 
 
 @pytest.mark.parametrize(
