@@ -149,7 +149,7 @@ class SparkMissing(MqlayerError):
 
 
 class ArchiveBroken(MqlayerError):
-    """The archive, or an export, lacks expected records: discard the result."""
+    """The archive, or an export, lacks expected records."""
 
     def __init__(self, what: str, hint: str) -> None:
         super().__init__(what, hint)

@@ -186,6 +186,8 @@ class Settings(BaseSettings):
     """Handlers have spans for messages without a trace too."""
     analytics_dir: str = ""
     """Where scheduled analytics write pages and certificates; empty: nowhere."""
+    certificate_key: str = ""
+    """File of the Ed25519 key that signs certificates; empty: unsigned."""
     spark_master: str = ""
     """Spark's master for `mqlayer analytics`, such as spark://host:7077; default: Spark's own."""
     finalize_after_s: float = Field(default=0.0, ge=0)

@@ -1005,6 +1005,7 @@ CREATE TABLE mqlayer.analytics_schedule (
     created_at timestamptz NOT NULL DEFAULT now(),
     next_at    timestamptz NOT NULL,
     paused_at  timestamptz,
+    export_to  text,
     CONSTRAINT analytics_schedule_key PRIMARY KEY (name),
     CONSTRAINT analytics_schedule_name CHECK (name ~ '^[a-z][a-z0-9_.-]{0,39}$'),
     CONSTRAINT analytics_schedule_lists CHECK (cardinality(topics) >= 1 AND cardinality(topics) <= 1000
@@ -1014,7 +1015,9 @@ CREATE TABLE mqlayer.analytics_schedule (
     CONSTRAINT analytics_schedule_actor CHECK (octet_length(actor) <= 255),
     CONSTRAINT analytics_schedule_times CHECK (next_at >= '1970-01-01 00:00:00+00'
         AND next_at <= '9000-01-01 00:00:00+00' AND paused_at >= '1970-01-01 00:00:00+00'
-        AND paused_at <= '9000-01-01 00:00:00+00')
+        AND paused_at <= '9000-01-01 00:00:00+00'),
+    CONSTRAINT analytics_schedule_export CHECK (octet_length(export_to) >= 1 AND octet_length(export_to) <= 1024
+        AND (export_to IS NOT NULL) = ('export' = ANY (jobs)))
 );
 
 CREATE TABLE mqlayer.analytics_run (
@@ -1110,6 +1113,8 @@ CREATE FUNCTION mqlayer.retired_keys_drop_v1(p_group_id bigint, p_limit int) RET
 CREATE FUNCTION mqlayer.bodies_named_v1(p_ids text[]) RETURNS SETOF text STABLE SECURITY DEFINER;
 CREATE FUNCTION mqlayer.process_beat_v2(p_facts jsonb, p_lease_s double precision, OUT serves_from int,
     OUT in_force int, OUT serves_to int) SECURITY DEFINER;
+CREATE FUNCTION mqlayer.parked_messages_end_v2(p_group_id bigint, p_lps smallint[], p_names bytea[], p_sources bigint[],
+    p_seqs bigint[], p_handled boolean[], p_given_s double precision, p_actor text) RETURNS void SECURITY DEFINER;
 
 
 -- mqlayer_archive -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ CALL_BYTES: Final = 32_000_000
 """Of a call that publishes, in `bench.growth.measure`."""
 CLOSE: Final = 0.3
 """The same step differs by as much from run to run."""
-SOURCES: Final = {"partitions 16", "partitions 1,000", "bodies 65,536", "groups 50", "processes 8 waiting"}
+SOURCES: Final = {"partitions 1,000", "bodies 65,536", "groups 50", "processes 8 waiting"}
 """Steps that the constants come from: their errors say little."""
 
 

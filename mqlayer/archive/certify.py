@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -29,7 +30,8 @@ from mqlayer.archive.signatures import check_signature, sign
 from mqlayer.archive.snapshots import SeqRange, Snapshot, find_snapshot, is_whole, snapshot_cut
 from mqlayer.domain.protocol import RELEASE
 from mqlayer.domain.routing import LP_COUNT
-from mqlayer.errors import InvalidInput
+from mqlayer.errors import ArchiveBroken, InvalidInput
+from mqlayer.failpoints import failpoint
 from mqlayer.postgres.arrow_reader import arrow_batches, bound, read_address
 from mqlayer.postgres.database import Database
 
@@ -72,7 +74,7 @@ def certify_snapshot(
 ) -> Certificate:
     """Return a snapshot's certificate without Spark.
 
-    Raises NotFound, InvalidInput for too many records or a broken continuation.
+    Raises NotFound, InvalidInput for too many records, ArchiveBroken for a broken continuation.
     """
     found = find_snapshot(database, name)
     size = block_size(continues, block_records)
@@ -137,17 +139,32 @@ def assemble(
     continues: Certificate | None,
     key_file: Path | None,
 ) -> Certificate:
-    """Return a certificate of computed contents. Raises InvalidInput where it does not continue the earlier one."""
+    """Return a certificate of computed contents. Raises ArchiveBroken where it does not continue the earlier one."""
     made_at = datetime.now(UTC).isoformat(timespec="seconds")
     chains = tuple(contents.chains)
     made = Certificate(facts, made_at, RELEASE, block_records, contents.audit, chains)
     if continues is not None:
         follows = continued(made, continues, contents.seams)
         if follows.word == "broken":
-            raise InvalidInput(f"the snapshot does not continue that certificate: {describe(follows.broken[0])}")
+            raise ArchiveBroken(
+                f"the snapshot does not continue that certificate: {describe(follows.broken[0])}",
+                "compare that block with a backup or an export",
+            )
         seams = tuple(contents.seams)
         made = replace(made, continues=Continuation(continues.snapshot, continues.digest, seams))
     return made if key_file is None else replace(made, signature=sign(made.payload(), key_file))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, with its directories, whole or not at all. Raises InvalidInput."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text, "utf-8")
+        failpoint("certify.before_rename")
+        unfinished.replace(path)
+    except OSError as error:
+        raise InvalidInput(f"can't write the certificate to {path}: {error.strerror}") from error
 
 
 def block_size(continues: Certificate | None, wanted: int) -> int:

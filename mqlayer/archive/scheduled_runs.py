@@ -7,6 +7,8 @@ A run has a lease, renewed while it lives. The steps, and what a crash behind ea
 - each job's result noted: the same; the results of ended jobs stay
 - ended: older snapshots are dropped by the next run
 
+A job is a process group that holds the read end of a pipe and ends itself at the pipe's end: with the run, however
+that ended. What jobs leave is whole or goes on: pages and certificates are renamed into place, exports repeat nothing.
 A run that lost its lease notes nothing more.
 """
 
@@ -21,16 +23,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 from psycopg.types.json import Jsonb
 
-from mqlayer.archive.schedules import RunState, Schedule, ScheduledRun, find_schedule, schedule_runs
+from mqlayer.archive.schedules import EXPORT, RunState, Schedule, ScheduledRun, find_schedule, schedule_runs
 from mqlayer.archive.snapshots import create_snapshot, drop_snapshot, list_snapshots
-from mqlayer.errors import Conflict, MqlayerError, NotFound
+from mqlayer.errors import Conflict, InvalidInput, MqlayerError, NotFound
 from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger
 from mqlayer.postgres.database import Database
@@ -50,8 +52,12 @@ FACTS_LIMIT: Final = 4_000
 ERROR_CHARACTERS: Final = 1_000
 LOST: Final = "its process ended without a word, or lost its lease: see the worker's log"
 
+JOB_PROGRAM: Final = "mqlayer.cli.scheduled_job"
+"""The command `mqlayer`, which ends with the run."""
+CERTIFICATE: Final = "certificate.json"
+
 JobCommand = Callable[[str, Schedule, str, Path | None], Sequence[str]]
-"""Returns the words of a command, of job, schedule, snapshot and directory."""
+"""Returns the words of a command, of job, schedule, snapshot and directory. Raises InvalidInput."""
 
 
 def start_due(runtime: Runtime) -> str | None:
@@ -68,11 +74,27 @@ def start_due(runtime: Runtime) -> str | None:
 
 
 def command_of(job: str, schedule: Schedule, snapshot: str, directory: Path | None) -> Sequence[str]:
-    """Return a job's command: `mqlayer analytics JOB` in this interpreter."""
-    words = [sys.executable, "-m", "mqlayer", "analytics", job, "--snapshot", snapshot, "--json"]
+    """Return a job's command, in this interpreter. Raises InvalidInput for a certificate without a directory."""
+    words = [sys.executable, "-m", JOB_PROGRAM]
+    if job == EXPORT:
+        topics = [word for topic in schedule.topics or () for word in ("--topic", topic)]
+        return [*words, "archive", "export", "--to", str(schedule.export_to), *topics, "--json"]
+    words += ["analytics", job, "--snapshot", snapshot, "--json"]
+    if job == "certify":
+        return words + _certificate_words(schedule.name, snapshot, directory)
     if directory is not None:
         words += ["--html", str(directory / schedule.name / snapshot / f"{job}.html")]
     return words
+
+
+def _certificate_words(name: str, snapshot: str, directory: Path | None) -> list[str]:
+    if directory is None:
+        raise InvalidInput("certificates go below MQLAYER_ANALYTICS_DIR: set it for the worker")
+    words = ["--out", str(directory / name / snapshot / CERTIFICATE)]
+    # Each continues the one before: what was certified once is compared for ever. Names end in the runs' numbers.
+    made = [one for one in (directory / name).glob(f"*/{CERTIFICATE}") if one.parent.name != snapshot]
+    numbered = [(int(number), one) for one in made if (number := one.parent.name.rpartition("-")[2]).isdecimal()]
+    return [*words, "--continues", str(max(numbered)[1])] if numbered else words
 
 
 def run_schedule(
@@ -121,7 +143,7 @@ class _Run:
 
     def _steps(self) -> tuple[RunState, str | None]:
         try:
-            snapshot = self._snapshot()
+            snapshot = self._snapshot() if self._schedule.needs_snapshot else ""
         except Conflict:
             if self._lost.is_set():
                 raise
@@ -153,21 +175,38 @@ class _Run:
 
     def _job(self, job: str, snapshot: str) -> dict[str, Any]:
         began = time.monotonic()
-        pipe, words = subprocess.PIPE, self._command(job, snapshot)
-        with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as self._child:
-            out, errors = self._child.communicate()
+        try:
+            code, out, errors = self._ran(self._command(job, snapshot))
+        except InvalidInput as error:
+            return {"state": "failed", "seconds": 0.0, "error": str(error)[:ERROR_CHARACTERS]}
         if self._lost.is_set():
             raise _lost_lease(self._schedule.name)
         facts = _facts_of(out)
         # A job that was good, and whose page could not be written, found no fault.
         faults = facts is not None and facts.get("good") is False
-        state = "good" if self._child.returncode == 0 else "faults" if faults else "failed"
+        state = "good" if code == 0 else "faults" if faults else "failed"
         found: dict[str, Any] = {"state": state, "seconds": round(time.monotonic() - began, 1)}
+        said = None if facts is None else facts.pop("error", None)
         if facts is not None:
             found["facts"] = facts
         if state == "failed":
-            found["error"] = redact((errors.strip().splitlines() or ["it said nothing"])[-1])[:ERROR_CHARACTERS]
+            said = (errors.strip().splitlines() or ["it said nothing"])[-1]
+        if said is not None:
+            found["error"] = redact(str(said))[:ERROR_CHARACTERS]
         return found
+
+    def _ran(self, words: Sequence[str]) -> tuple[int, str, str]:
+        pipe = subprocess.PIPE
+        reading, writing = os.pipe()
+        try:
+            # A group of its own, for Java too.
+            with subprocess.Popen(words, stdin=reading, stdout=pipe, stderr=pipe, text=True, process_group=0) as child:
+                self._child = child
+                out, errors = child.communicate()
+            return child.returncode, out, errors
+        finally:
+            os.close(reading)
+            os.close(writing)
 
     def _note(self, job: str | None, results: Mapping[str, Any], *, snapshot: str | None = None) -> None:
         facts = {"run_id": self._run_id, "job": job, "snapshot": snapshot, "results": Jsonb(dict(results))}
@@ -219,7 +258,8 @@ class _Run:
             if there is False or time.monotonic() > until:
                 self._lost.set()
                 if (child := self._child) is not None and child.poll() is None:
-                    child.send_signal(signal.SIGTERM)
+                    with suppress(ProcessLookupError):
+                        os.killpg(child.pid, signal.SIGTERM)
                 return
 
 

@@ -14,7 +14,11 @@ from mqlayer.postgres.database import Connection, Database
 from mqlayer.postgres.queries import query
 from mqlayer.runtime.runtime import Runtime
 
-SCHEDULED_JOBS: Final = ("audit", "latency", "skew", "failures", "fairness")
+EXPORT: Final = "export"
+"""The job that needs no snapshot."""
+SCHEDULED_JOBS: Final = (
+    "audit", "latency", "skew", "failures", "fairness", "journeys", "effects", "certify", EXPORT,
+)  # fmt: skip
 """Jobs that a schedule may name, in the order in which they run."""
 SCHEDULES_LIMIT: Final = 50
 """Each has series among the metrics."""
@@ -22,6 +26,7 @@ NAME_LIMIT: Final = 40
 """Characters: a snapshot's name adds a date and a number."""
 SHORTEST_S: Final = 600
 LONGEST_S: Final = 366 * 86_400
+PLACE_BYTES: Final = 1_024
 KEEP_LIMIT: Final = 100
 CREATE_HINT: Final = "mqlayer analytics schedule list shows what there is"
 
@@ -46,7 +51,7 @@ class ScheduledRun:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule; `topics` None: all archived ones. `last`: the last run that ended."""
+    """A schedule; `topics` None: all archived ones. `last`: the last ended run."""
 
     name: str
     topics: tuple[str, ...] | None
@@ -57,8 +62,14 @@ class Schedule:
     created_at: datetime
     next_at: datetime
     paused_at: datetime | None
+    export_to: str | None
     last: ScheduledRun | None
     running: ScheduledRun | None
+
+    @property
+    def needs_snapshot(self) -> bool:
+        """Whether a run makes one."""
+        return self.jobs != (EXPORT,)
 
 
 def create_schedule(
@@ -70,15 +81,18 @@ def create_schedule(
     topics: Sequence[str] | None = None,
     keep: int = 3,
     first_at: datetime | None = None,
+    export_to: str | None = None,
 ) -> Schedule:
     """Have a worker make a snapshot every `every_s` seconds, from `first_at` or now on, and run jobs on it; its `keep`
-    newest snapshots stay. Audited. Raises InvalidInput, Conflict for a taken name."""
+    newest snapshots stay. `export_to`: where its job `export` appends; a schedule of that job alone makes no snapshot.
+    Audited. Raises InvalidInput, Conflict for a taken name."""
     check_name("schedule", name)
     wanted = [one for one in SCHEDULED_JOBS if one in jobs]
     _check(name, every_s=every_s, jobs=jobs, keep=keep, first_at=first_at)
+    place = _export_place(wanted, export_to)
     facts = {
         "name": name, "topics": sorted(set(topics)) if topics else None, "jobs": wanted, "every_s": every_s,
-        "keep": keep, "actor": runtime.actor, "first_at": first_at,
+        "keep": keep, "actor": runtime.actor, "first_at": first_at, "export_to": place,
     }  # fmt: skip
 
     def work(connection: Connection) -> None:
@@ -87,7 +101,7 @@ def create_schedule(
             raise InvalidInput(f"there are {count} schedules, the most that there may be: drop one, or let it do more")
         if connection.execute(query("schedule_insert"), facts).fetchone() is None:
             raise Conflict(f"schedule {name!r} exists", f"drop it first: mqlayer analytics schedule drop {name}")
-        said = {"every_s": every_s, "jobs": wanted, "topics": facts["topics"], "keep": keep}
+        said = {"every_s": every_s, "jobs": wanted, "topics": facts["topics"], "keep": keep, "export_to": place}
         write_audit(connection, runtime.actor, "schedule create", name, said)
 
     runtime.control.transaction(work)
@@ -151,6 +165,19 @@ def _check(name: str, *, every_s: int, jobs: Sequence[str], keep: int, first_at:
         )
 
 
+def _export_place(jobs: Sequence[str], export_to: str | None) -> str | None:
+    if (export_to is not None) != (EXPORT in jobs):
+        raise InvalidInput("the job export needs a place, and no other job has one: --job export --export-to PATH")
+    if export_to is None:
+        return None
+    from mqlayer.archive.lake.state import lake_location  # not at start: it takes time
+
+    place = lake_location(export_to)
+    if not 1 <= len(place.encode()) <= PLACE_BYTES:
+        raise InvalidInput(f"a place has at most {PLACE_BYTES} bytes")
+    return place
+
+
 def _pause(runtime: Runtime, name: str, *, pause: bool) -> None:
     def work(connection: Connection) -> None:
         if connection.execute(query("schedule_pause"), {"name": name, "pause": pause}).fetchone() is None:
@@ -167,9 +194,9 @@ def _read(database: Database, name: str | None) -> list[Schedule]:
 
 
 def _schedule(row: Sequence[Any]) -> Schedule:
-    name, topics, jobs, *facts = row[:9]
+    name, topics, jobs, *facts = row[:10]
     chosen = None if topics is None else tuple(topics)
-    values: tuple[Any, ...] = (name, chosen, tuple(jobs), *facts, _run(row[9:18]), _run(row[18:]))
+    values: tuple[Any, ...] = (name, chosen, tuple(jobs), *facts, _run(row[10:19]), _run(row[19:]))
     return Schedule(*values)
 
 

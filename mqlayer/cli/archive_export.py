@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from mqlayer.cli.output import JsonOption, echo, pluralize, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK, REPAIR
 from mqlayer.cli.permissions import check_change
 from mqlayer.cli.runtime import control_here, runtime_here
+from mqlayer.errors import ArchiveBroken
 from mqlayer.postgres.rights import Right
 
 LocationArgument = Annotated[str, typer.Argument(help="A directory, or an address such as s3://bucket/folder.")]
@@ -37,13 +38,20 @@ def export(
     """Append what the archive has and the export lacks, as Delta tables; safe to kill and repeat."""
     from mqlayer.archive.lake import export_archive, verify_export
 
+    told: dict[str, Any] = {"job": "export"}
     with runtime_here() as runtime:
         check_change(runtime.control, Right.WORK)
-        report = export_archive(runtime, to, topics=topic or None)
-        if not no_verify:
-            verify_export(runtime, to)
+        try:
+            report = export_archive(runtime, to, topics=topic or None)
+            if not no_verify:
+                verify_export(runtime, to)
+        except ArchiveBroken as error:
+            if as_json:
+                show_rows([told | {"good": False, "error": str(error)}], as_json=True, nothing="")
+            raise
     if as_json:
-        show_rows([asdict(report)], as_json=True, nothing="")
+        told |= {"good": True, "records": report.total, "verified": not no_verify, **asdict(report)}
+        show_rows([told], as_json=True, nothing="")
         return
     done = f"{pluralize(report.total, 'record')} exported in {pluralize(report.commits, 'commit')}"
     verified = "not verified" if no_verify else "verified"

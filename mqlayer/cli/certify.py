@@ -14,7 +14,7 @@ from mqlayer.cli.option_rules import RuledCommand, excludes, needs
 from mqlayer.cli.output import JsonOption, echo, pluralize
 from mqlayer.cli.panels import LOOK
 from mqlayer.cli.spark_requirements import check_spark
-from mqlayer.errors import InvalidInput
+from mqlayer.errors import ArchiveBroken, InvalidInput
 from mqlayer.escaping import json_line
 from mqlayer.postgres.database import Database
 
@@ -44,7 +44,10 @@ def add_certify(group: typer.Typer) -> None:
 def certify(
     snapshot: Annotated[str | None, typer.Option(metavar="NAME", help="Certify this snapshot.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the certificate, as JSON.")] = None,
-    key: Annotated[Path | None, typer.Option(metavar="FILE", help="Sign with this Ed25519 key, in PEM.")] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Sign with this Ed25519 key, in PEM, not the settings' one."),
+    ] = None,
     block: Annotated[int | None, typer.Option(min=16, max=65_536, help="Records per hash; else 256.")] = None,
     check: Annotated[Path | None, typer.Option(metavar="FILE", help="Check this certificate.")] = None,
     export: Annotated[Path | None, typer.Option(metavar="PATH", help="Check it on this Parquet export.")] = None,
@@ -96,7 +99,7 @@ def _make(
     as_json: bool,
 ) -> None:
     from mqlayer.archive.certificates import BLOCK_RECORDS
-    from mqlayer.archive.certify import assemble, block_size
+    from mqlayer.archive.certify import assemble, block_size, write_whole
 
     size = block_size(earlier, block or BLOCK_RECORDS)
     by_spark = spark
@@ -104,14 +107,18 @@ def _make(
         with Database(settings_here().control_dsn()) as database:
             by_spark = find_snapshot(database, name).records > _plain_records()
     facts, contents = _contents(name, size, earlier, export=None, spark=bool(by_spark), conf=conf)
-    made = assemble(facts, contents, size, earlier, key)
+    if key is None and (usual := settings_here().certificate_key):
+        key = Path(usual)
     try:
-        out.write_text(made.dump(), "utf-8")
-    except OSError as error:
-        raise InvalidInput(f"can't write the certificate to {out}: {error.strerror}") from error
-    told = {**_about(made), "file": str(out)}
+        made = assemble(facts, contents, size, earlier, key)
+    except ArchiveBroken as error:
+        if as_json:
+            typer.echo(json_line({"job": "certify", "good": False, "snapshot": name, "error": str(error)}))
+        raise
+    write_whole(out, made.dump())
     if as_json:
-        typer.echo(json_line(told))
+        about = {"job": "certify", "good": made.audit.verdict == "clean", **_about(made)}
+        typer.echo(json_line({**about, "continues": earlier and earlier.snapshot, "file": str(out)}))
     else:
         echo(
             f"{out} certifies {pluralize(made.records, 'record')} in {pluralize(len(made.chains), 'chain')} "

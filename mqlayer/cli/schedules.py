@@ -21,7 +21,7 @@ from mqlayer.archive.schedules import (
     schedule_runs,
     schedules,
 )
-from mqlayer.cli.option_rules import RuledCommand, planned
+from mqlayer.cli.option_rules import RuledCommand, needs, planned
 from mqlayer.cli.options import PlanOption, YesOption, echo_plan, parse_length_option, parse_time_option
 from mqlayer.cli.output import JsonOption, echo, show_rows
 from mqlayer.cli.panels import CHANGE, LOOK
@@ -35,7 +35,8 @@ schedule = typer.Typer(no_args_is_help=True, help="Snapshots and jobs at fixed t
 NameArgument = Annotated[str, typer.Argument(help="The schedule's name.")]
 
 
-@schedule.command(rich_help_panel=CHANGE)
+@schedule.command(cls=RuledCommand, rich_help_panel=CHANGE)
+@needs("--export-to", "--job", why="the job export goes there")
 def create(
     name: Annotated[str, typer.Argument(help="a-z first, then a-z 0-9 _ . -, at most 40.")],
     every: Annotated[str, typer.Option(metavar="LENGTH", help="Such as 6h, 1d, 1w; ten minutes at least.")],
@@ -47,6 +48,9 @@ def create(
     first: Annotated[
         str | None, typer.Option(metavar="TIME", help="The first run, with its zone; else at once.")
     ] = None,
+    export_to: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Where the job export appends, as archive export --to.")
+    ] = None,
 ) -> None:
     """Have the worker make a snapshot at fixed times, and run jobs on it."""
     every_s = int(parse_length_option(every).total_seconds())
@@ -54,8 +58,9 @@ def create(
     with runtime_here() as runtime:
         check_change(runtime.control)
         made = create_schedule(
-            runtime, name, every_s=every_s, jobs=job or (), topics=topic, keep=keep, first_at=first_at
-        )
+            runtime, name, every_s=every_s, jobs=job or (), topics=topic, keep=keep, first_at=first_at,
+            export_to=export_to,
+        )  # fmt: skip
     echo(f"{name} runs first at {made.next_at:%Y-%m-%d %H:%M} UTC, then every {every}")
 
 
@@ -99,7 +104,7 @@ def run(
         raise Conflict("another run goes on", "one runs at a time: mqlayer analytics schedule list shows which")
     for job, result in done.results.items():
         echo(f"{job}: {result['state']} after {result['seconds']:g} s")
-    echo(f"{name}: {done.state}{f', {done.error}' if done.error else ''}; snapshot {done.snapshot}")
+    echo(f"{name}: {done.state}{f', {done.error}' if done.error else ''}; snapshot {done.snapshot or 'none'}")
     if done.state != "good":
         raise typer.Exit(1)
 
@@ -141,6 +146,7 @@ def _schedule_row(one: Schedule) -> Mapping[str, Any]:
         "schedule": one.name,
         "topics": "all" if one.topics is None else ", ".join(one.topics),
         "jobs": ", ".join(one.jobs),
+        "export_to": one.export_to,
         "every_s": one.every_s,
         "keep": one.keep,
         "next_at": None if one.paused_at else one.next_at,
@@ -160,6 +166,6 @@ def _run_row(one: ScheduledRun, *, as_json: bool) -> Mapping[str, Any]:
         "started_at": one.started_at,
         "ended_at": one.ended_at,
         "results": one.results if as_json else ", ".join(told),
-        "error": one.error,
+        "error": one.error or next((found["error"] for found in one.results.values() if "error" in found), None),
         "worker": one.worker,
     }

@@ -156,9 +156,8 @@ class PopParkingStore(ParkingStore):
         """End a handled message; its key's next one is due. False: the claim is void."""
 
         def work(connection: Connection, facts: dict[str, object], _: int) -> None:
-            arrays = columns(
-                ("lps", "sources", "seqs", "handled"), [(identity.lp, identity.source, identity.seq, True)]
-            )
+            rows = [(identity.lp, claim.name, identity.source, identity.seq, True)]
+            arrays = columns(("lps", "names", "sources", "seqs", "handled"), rows)
             connection.execute(query("parked_messages_end"), facts | arrays | {"given_s": delivered_s})
             self._go_on(connection, facts, claim)
 
@@ -243,7 +242,7 @@ class PopParkingStore(ParkingStore):
     def _end_dead(self, connection: Connection, facts: dict[str, object], claim: Claim, dead: DeadLetterEntry) -> None:
         counts = self._dead_letter(connection, facts, [dead])
         source, lp, seq = dead.record.identity
-        arrays = columns(("lps", "sources", "seqs", "handled"), [(lp, source, seq, False)])
+        arrays = columns(("lps", "names", "sources", "seqs", "handled"), [(lp, claim.name, source, seq, False)])
         connection.execute(query("parked_messages_end"), facts | arrays | {"given_s": 0.0})
         self._go_on(connection, facts, claim)
         add_counts(connection, facts, {_partition_of(facts): counts})

@@ -431,8 +431,11 @@ class ParkingStore:
             *([(update.dead_letter.record, False)] if update.dead_letter else []),
         ]
         if ended:
-            rows = [(lp, source, seq, handled) for record, handled in ended for source, lp, seq in [record.identity]]
-            arrays = columns(("lps", "sources", "seqs", "handled"), rows)
+            name = update.ref.name
+            rows = [
+                (lp, name, source, seq, handled) for record, handled in ended for source, lp, seq in [record.identity]
+            ]
+            arrays = columns(("lps", "names", "sources", "seqs", "handled"), rows)
             connection.execute(query("parked_messages_end"), key | arrays | {"given_s": update.delivered_s})
         if update.go_on:
             records = result.next[update.ref] = self._next(connection, update, key, result)

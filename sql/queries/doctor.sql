@@ -298,8 +298,11 @@ SELECT t.name, (SELECT count(*) FROM mqlayer_archive.gap g WHERE g.topic_id = t.
 FROM mqlayer_archive.topic a JOIN mqlayer.topic t USING (topic_id) WHERE t.archived AND t.deleted_at IS NULL ORDER BY t.name;
 
 -- name: check_schedules
--- Schedules: the end of the last run with its error and age, the jobs that found faults, and how long it is overdue.
-SELECT s.name, r.state, r.error, extract(epoch FROM clock_timestamp() - r.ended_at)::float8 AS age_s,
+-- Schedules: the end of the last run with its error, or a job's, and age, the jobs that found faults, and how long it is overdue.
+SELECT s.name, r.state,
+       coalesce(r.error, (SELECT j.value ->> 'error' FROM jsonb_each(r.results) j WHERE j.value ? 'error'
+                          ORDER BY j.key LIMIT 1)) AS error,
+       extract(epoch FROM clock_timestamp() - r.ended_at)::float8 AS age_s,
        coalesce((SELECT array_agg(j.key ORDER BY j.key) FROM jsonb_each(r.results) j WHERE j.value ->> 'state' <> 'good'),
                 '{}') AS jobs,
        CASE WHEN s.paused_at IS NULL AND o.run_id IS NULL THEN

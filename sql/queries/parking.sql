@@ -231,8 +231,8 @@ WHERE k.group_id = %(group_id)s AND k.lp = given.lp AND k.name = given.name
 
 -- name: parked_messages_end
 -- Messages of parked keys that are handled, or dead.
-SELECT mqlayer.parked_messages_end_v1(%(group_id)s, %(lps)s::smallint[], %(sources)s::bigint[], %(seqs)s::bigint[],
-                                      %(handled)s::boolean[], %(given_s)s, %(member_id)s);
+SELECT mqlayer.parked_messages_end_v2(%(group_id)s, %(lps)s::smallint[], %(names)s::bytea[], %(sources)s::bigint[],
+                                      %(seqs)s::bigint[], %(handled)s::boolean[], %(given_s)s, %(member_id)s);
 
 -- name: parked_key_put
 -- How it goes on with a parked key whose message failed: why it waits, for how long, and how often that one failed; not

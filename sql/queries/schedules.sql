@@ -1,7 +1,7 @@
 -- name: schedule_insert
 -- Make a schedule; nothing where the name is taken.
-INSERT INTO mqlayer.analytics_schedule (name, topics, jobs, every_s, keep, actor, next_at)
-VALUES (%(name)s, %(topics)s::text[], %(jobs)s::text[], %(every_s)s, %(keep)s, %(actor)s,
+INSERT INTO mqlayer.analytics_schedule (name, topics, jobs, every_s, keep, actor, export_to, next_at)
+VALUES (%(name)s, %(topics)s::text[], %(jobs)s::text[], %(every_s)s, %(keep)s, %(actor)s, %(export_to)s,
         coalesce(%(first_at)s::timestamptz, now()))
 ON CONFLICT (name) DO NOTHING
 RETURNING name;
@@ -21,7 +21,7 @@ RETURNING name;
 
 -- name: schedule_list
 -- All schedules, each with its last run that ended and how long ago, and the one that runs.
-SELECT s.name, s.topics, s.jobs, s.every_s, s.keep, s.actor, s.created_at, s.next_at, s.paused_at,
+SELECT s.name, s.topics, s.jobs, s.every_s, s.keep, s.actor, s.created_at, s.next_at, s.paused_at, s.export_to,
        e.run_id, e.state, e.snapshot, e.job, e.results, e.error, e.worker, e.started_at, e.ended_at,
        r.run_id, r.state, r.snapshot, r.job, r.results, r.error, r.worker, r.started_at, r.ended_at
 FROM mqlayer.analytics_schedule s

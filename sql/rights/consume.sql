@@ -46,6 +46,7 @@ GRANT EXECUTE ON FUNCTION mqlayer.parked_keys_forget_v1 TO {role};
 GRANT SELECT, INSERT (attempts, body, group_id, key, log_offset, lp, m, name, partition_id, position, seq, source, tried),
     UPDATE (tried) ON mqlayer.parked_message TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer.parked_messages_end_v1 TO {role};
+GRANT EXECUTE ON FUNCTION mqlayer.parked_messages_end_v2 TO {role};
 GRANT USAGE ON SEQUENCE mqlayer.parked_position TO {role};
 GRANT SELECT ON mqlayer.parked_total TO {role};
 GRANT SELECT ON mqlayer.parking_change TO {role};

@@ -5,8 +5,8 @@ GRANT USAGE ON SCHEMA mqlayer_archive TO {role};
 GRANT SELECT, INSERT (node_id, partition_id), DELETE ON mqlayer.abandoned TO {role};
 GRANT SELECT, INSERT (lease_until, schedule, worker), UPDATE (ended_at, error, job, lease_until, results, snapshot, state),
     DELETE ON mqlayer.analytics_run TO {role};
-GRANT SELECT, INSERT (actor, every_s, jobs, keep, name, next_at, topics), UPDATE (next_at, paused_at), DELETE ON
-    mqlayer.analytics_schedule TO {role};
+GRANT SELECT, INSERT (actor, every_s, export_to, jobs, keep, name, next_at, topics), UPDATE (next_at, paused_at),
+    DELETE ON mqlayer.analytics_schedule TO {role};
 GRANT SELECT, INSERT (epoch, group_id, member_id, partition_id, target), UPDATE (changed_at, epoch, member_id, target),
     DELETE ON mqlayer.assignment TO {role};
 GRANT SELECT, INSERT (act, actor, facts, object) ON mqlayer.audit TO {role};

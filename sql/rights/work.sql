@@ -88,6 +88,7 @@ GRANT SELECT, INSERT (body_limit, lp, topic, topic_id), UPDATE (body_limit) ON m
 GRANT SELECT, DELETE ON mqlayer_app.dedup TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.delayed_release_v1 TO {role};
 GRANT SELECT, UPDATE (alarm_at) ON mqlayer_app.entity_version TO {role};
+GRANT SELECT ON mqlayer_app.fence_applied TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.fence_clean_v1 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.fence_clean_v2 TO {role};
 GRANT EXECUTE ON FUNCTION mqlayer_app.has_for_v1 TO {role};

@@ -28,7 +28,7 @@ from mqlayer.archive.parquet_export import export_snapshot
 from mqlayer.archive.record_hashes import record_hash
 from mqlayer.archive.snapshots import SeqRange, find_snapshot
 from mqlayer.domain.routing import lp_of
-from mqlayer.errors import InvalidInput
+from mqlayer.errors import ArchiveBroken, InvalidInput
 from tests.fixtures.archived import BEGAN, ArchivedTopics
 from tests.fixtures.commands import Commands
 from tests.fixtures.missing_tools import import_or_leave_out
@@ -232,7 +232,7 @@ def test_a_later_certificate_continues_an_earlier_one(archived: ArchivedTopics) 
     assert found.continuation.word == "proved"
     assert continued(first, second).word == "broken"
     archived.connection.execute(b"UPDATE mqlayer_archive.record SET body = '!' WHERE seq = 5 AND lp = 7")
-    with pytest.raises(InvalidInput, match="LP 7, seqs 1 to 8: its records are other ones"):
+    with pytest.raises(ArchiveBroken, match="LP 7, seqs 1 to 8: its records are other ones"):
         certified(archived, "two", continues=first)
     assert continued(certified(archived, "two"), first).word == "unproven"
     found = check_certificate(archived.database, second, continues=first)

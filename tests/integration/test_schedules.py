@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from pydantic import SecretStr
 
 from mqlayer.archive import list_snapshots
-from mqlayer.archive.scheduled_runs import LOST, command_of, run_schedule, start_due
+from mqlayer.archive.certify import load_certificate
+from mqlayer.archive.scheduled_runs import CERTIFICATE, LOST, command_of, run_schedule, start_due
 from mqlayer.archive.schedules import (
     SCHEDULED_JOBS,
     SCHEDULES_LIMIT,
     Schedule,
+    ScheduledRun,
     create_schedule,
     drop_schedule,
     find_schedule,
@@ -27,14 +32,21 @@ from mqlayer.archive.schedules import (
     schedule_runs,
     schedules,
 )
+from mqlayer.cli.spark_requirements import check_spark
 from mqlayer.doctor import CheckStatus, diagnose
 from mqlayer.doctor.health import system_health
-from mqlayer.errors import Conflict, InvalidInput, NotFound
+from mqlayer.errors import Conflict, InvalidInput, NotFound, SparkMissing
 from mqlayer.exporter.samples import control_samples
+from mqlayer.failpoints import ENVIRONMENT_VARIABLE
+from mqlayer.postgres.rights import Right
 from mqlayer.settings import Settings
 from tests.fixtures.archived import ArchivedTopics
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
+from tests.fixtures.lakes import archived_ids, ids
+from tests.fixtures.missing_tools import import_or_leave_out, leave_out
+from tests.fixtures.roles import role_dsn
+from tests.fixtures.spark_cluster import descendants
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -49,6 +61,18 @@ from mqlayer.settings import Settings
 says = [sys.executable, "-c", 'print(\\'{"job": "audit"}\\')']
 with Database(sys.argv[1]) as database:
     run_schedule(Runtime(database, Settings()), "nightly", lease_s=0.5, command=lambda *_: says)
+"""
+
+
+RUNS: Final = """
+import sys
+from pathlib import Path
+from mqlayer.archive.scheduled_runs import run_schedule
+from mqlayer.postgres.database import Database
+from mqlayer.runtime import Runtime
+from mqlayer.settings import Settings
+with Database(sys.argv[1]) as database:
+    run_schedule(Runtime(database, Settings()), "nightly", directory=Path(sys.argv[2]))
 """
 
 
@@ -135,6 +159,8 @@ def test_a_failed_jobs_last_line_is_kept(nightly: ArchivedTopics) -> None:
     assert done is not None
     assert "can't reach" in done.results["audit"]["error"]
     assert "secret" not in done.results["audit"]["error"]
+    (found,) = [one for one in diagnose(Settings(dsn=SecretStr(nightly.dsn))) if one.check == "schedules"]
+    assert "can't reach" in found.seen
 
 
 def test_a_due_schedule_runs_once_and_keeps_its_time_of_day(nightly: ArchivedTopics) -> None:
@@ -250,6 +276,10 @@ def test_wrong_schedules_are_refused_with_what_to_do(nightly: ArchivedTopics) ->
     refused(InvalidInput, "keeps 1 to 100", keep=0)
     refused(InvalidInput, "no time zone", first_at=datetime(2026, 1, 1))  # noqa: DTZ001 - the case
     refused(InvalidInput, "at most 40", "a" * 41)
+    refused(InvalidInput, "--export-to PATH", jobs=["export"])
+    refused(InvalidInput, "--export-to PATH", jobs=["audit"], export_to="lake")
+    refused(InvalidInput, "has no credentials", jobs=["export"], export_to="s3://me:secret@bucket/lake")
+    refused(InvalidInput, "at most 1024 bytes", jobs=["export"], export_to="/" + "a" * 1024)
     with pytest.raises(NotFound):
         drop_schedule(runtime, "other")
     with pytest.raises(NotFound):
@@ -262,17 +292,205 @@ def test_wrong_schedules_are_refused_with_what_to_do(nightly: ArchivedTopics) ->
 
 def test_every_job_has_a_command_and_a_page(tmp_path: Path, nightly: ArchivedTopics) -> None:
     one = find_schedule(nightly.database, "nightly")
-    for job in SCHEDULED_JOBS:
+    for job in set(SCHEDULED_JOBS) - {"certify", "export"}:
         words = command_of(job, one, "cut", tmp_path)
-        assert words[1:6] == ["-m", "mqlayer", "analytics", job, "--snapshot"]
+        assert words[1:6] == ["-m", "mqlayer.cli.scheduled_job", "analytics", job, "--snapshot"]
         assert str(tmp_path / "nightly" / "cut" / f"{job}.html") in words
+    words = command_of("export", replace(one, topics=("orders", "mails"), export_to="/lake"), "", None)
+    assert words[3:] == ["archive", "export", "--to", "/lake", "--topic", "orders", "--topic", "mails", "--json"]
+    for number in (9, 10):
+        (tmp_path / "nightly" / f"nightly-20261127-{number}").mkdir(parents=True)
+        (tmp_path / "nightly" / f"nightly-20261127-{number}" / CERTIFICATE).touch()
+    words = command_of("certify", one, "nightly-20261128-11", tmp_path)
+    made, newest = (str(tmp_path / "nightly" / name / CERTIFICATE)
+                    for name in ("nightly-20261128-11", "nightly-20261127-10"))  # fmt: skip
+    assert words[4:] == ["certify", "--snapshot", "nightly-20261128-11", "--json", "--out", made, "--continues", newest]
 
 
 def test_a_schedule_is_read_back_as_it_was_made(archived: ArchivedTopics) -> None:
     first = datetime(2030, 1, 1, 2, tzinfo=UTC)
     made = create_schedule(
-        runtime_of(archived.database), "nightly", every_s=DAY, jobs=["skew", "audit"], topics=["orders"], first_at=first
-    )
+        runtime_of(archived.database), "nightly", every_s=DAY, jobs=["export", "skew", "audit"], topics=["orders"],
+        first_at=first, export_to="s3://bucket/lake/",
+    )  # fmt: skip
     assert isinstance(made, Schedule)
-    assert (made.jobs, made.topics, made.next_at, made.keep) == (("audit", "skew"), ("orders",), first, 3)
+    assert (made.jobs, made.topics, made.next_at, made.keep) == (("audit", "skew", "export"), ("orders",), first, 3)
+    assert (made.export_to, made.paused_at, made.last, made.running) == ("s3://bucket/lake", None, None, None)
     assert schedules(archived.database) == [made]
+
+
+def test_a_schedule_of_exports_alone_makes_no_snapshot(archived: ArchivedTopics) -> None:
+    """A snapshot would hold all days back from retention."""
+    runtime = runtime_of(archived.database)
+    archived.put("a")
+    create_schedule(runtime, "lake", every_s=DAY, jobs=["export"], export_to="/lake")
+    done = run_schedule(runtime, "lake", command=says({"job": "export", "good": True, "records": 1}))
+    assert done is not None
+    assert (done.state, done.snapshot, done.results["export"]["facts"]["records"]) == ("good", None, 1)
+    assert list_snapshots(archived.database) == []
+
+
+def test_a_certificate_without_a_place_fails_and_says_which_setting(archived: ArchivedTopics) -> None:
+    archived.put("a")
+    create_schedule(runtime_of(archived.database), "nightly", every_s=DAY, jobs=["certify"])
+    done = run_schedule(runtime_of(archived.database), "nightly")
+    assert done is not None
+    assert done.state == "failed"
+    assert "MQLAYER_ANALYTICS_DIR" in done.results["certify"]["error"]
+
+
+@pytest.fixture
+def certified(archived: ArchivedTopics, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ArchivedTopics:
+    """A schedule of a certificate and an export, whose jobs are real."""
+    import_or_leave_out("deltalake")
+    import_or_leave_out("pyarrow")
+    archived.put("a", "b", "a", outcomes=True)
+    create_schedule(
+        runtime_of(archived.database), "nightly", every_s=DAY, jobs=["certify", "export"],
+        export_to=str(tmp_path / "lake"),
+    )  # fmt: skip
+    monkeypatch.setenv("MQLAYER_DSN", archived.dsn)
+    monkeypatch.setenv("MQLAYER_ANALYTICS_DIR", str(tmp_path / "found"))
+    return archived
+
+
+def last_run(archived: ArchivedTopics) -> ScheduledRun:
+    last = find_schedule(archived.database, "nightly").last
+    assert last is not None
+    return last
+
+
+def test_certificates_continue_each_other_and_exports_go_on(
+    certified: ArchivedTopics, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the worker starts them; then a record is altered, and what the export has."""
+    import_or_leave_out("cryptography")
+    key = tmp_path / "key.pem"
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True, capture_output=True)
+    monkeypatch.setenv("MQLAYER_CERTIFICATE_KEY", str(key))
+    words = ("mqlayer", "analytics", "schedule", "run", "nightly", "--if-due")
+    first = ask_python(*words, env=os.environ)
+    assert first.returncode == 0, first
+    before = last_run(certified)
+    made = tmp_path / "found" / "nightly" / str(before.snapshot) / CERTIFICATE
+    facts = before.results["certify"]["facts"]
+    assert (facts["file"], facts["records"], facts["signed"], facts["audit"]) == (str(made), 3, True, "clean")
+    assert load_certificate(made).signature is not None
+    assert before.results["export"]["facts"]["records"] == 3
+    assert ids(tmp_path / "lake") == archived_ids(certified)
+    certified.put("c")
+    sql(certified, "UPDATE mqlayer_archive.record SET body = 'forged' WHERE seq = 1 AND key = 'b'")
+    sql(certified, "UPDATE mqlayer_archive.lake_topic SET record_digest = record_digest + 1")
+    due(certified)
+    assert ask_python(*words, env=os.environ).returncode == 1
+    after = last_run(certified)
+    assert after.state == "faults"
+    assert after.results["certify"]["state"] == after.results["export"]["state"] == "faults"
+    assert "does not continue that certificate" in after.results["certify"]["error"]
+    assert "were verified or are archived" in after.results["export"]["error"]
+    assert [one.name for one in (tmp_path / "found" / "nightly").iterdir()] == [before.snapshot], "nothing is certified"
+
+
+@pytest.mark.full
+def test_jobs_killed_in_the_middle_are_whole_after_the_next_run(
+    certified: ArchivedTopics, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runtime, found = runtime_of(certified.database), tmp_path / "found"
+    for name, value in armed("certify.before_rename=kill@1,lake.after_records=kill@1").items():
+        monkeypatch.setenv(name, value)
+    done = run_schedule(runtime, "nightly", directory=found)
+    assert done is not None
+    assert {job: one["state"] for job, one in done.results.items()} == {"certify": "failed", "export": "failed"}
+    assert list(found.rglob(CERTIFICATE)) == []
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE)
+    certified.put("c")
+    done = run_schedule(runtime, "nightly", directory=found)
+    assert done is not None
+    assert done.state == "good", done.results
+    assert load_certificate(found / "nightly" / str(done.snapshot) / CERTIFICATE).records == 4
+    assert ids(tmp_path / "lake") == archived_ids(certified)
+
+
+def test_a_job_ends_with_its_killed_run(
+    certified: ArchivedTopics, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It stands in the middle of its work, and would go on for a minute."""
+    for name, value in armed(f"certify.before_rename=wait:{tmp_path / 'never'}").items():
+        monkeypatch.setenv(name, value)
+    with subprocess.Popen([sys.executable, "-c", RUNS, certified.dsn, tmp_path]) as run:
+        (unfinished,) = wait_until(lambda: list(tmp_path.rglob("*.unfinished")), timeout_s=60, what="it writes")
+        job = int(unfinished.name.split(".")[-2])
+        assert not is_gone(job)
+        run.kill()
+    wait_until(lambda: is_gone(job), timeout_s=20, what="the job ends")
+
+
+@pytest.mark.full
+def test_java_ends_with_a_killed_run(nightly: ArchivedTopics, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    try:
+        check_spark()
+    except SparkMissing as missing:
+        leave_out(str(missing))
+    monkeypatch.setenv("MQLAYER_DSN", nightly.dsn)
+    with subprocess.Popen([sys.executable, "-c", RUNS, nightly.dsn, tmp_path]) as run:
+
+        def java() -> list[int]:
+            return [pid for pid in descendants(run.pid) if is_java(pid)]
+
+        wait_until(java, timeout_s=120, what="Java")
+        all_ = descendants(run.pid)
+        run.kill()
+    wait_until(lambda: all(map(is_gone, all_)), timeout_s=60, what="job and Java end")
+
+
+def test_all_that_a_job_started_ends_with_standard_input() -> None:
+    text = (
+        "import subprocess, sys; from mqlayer.cli.scheduled_job import watch_starter; watch_starter(); "
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+        "print(child.pid, flush=True); child.wait()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(program(text), stdin=pipe, stdout=pipe, text=True, process_group=0) as job:
+        assert job.stdin is not None
+        assert job.stdout is not None
+        child = int(job.stdout.readline())
+        job.stdin.close()
+        assert job.wait(20) == -signal.SIGTERM
+    wait_until(lambda: is_gone(child), timeout_s=20, what="the child ends")
+
+
+def is_java(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() == "java"
+    except OSError:
+        return False
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process ended, though no other may have asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.full
+def test_effects_and_journeys_run_with_the_workers_right(
+    archived: ArchivedTopics, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    try:
+        check_spark()
+    except SparkMissing as missing:
+        leave_out(str(missing))
+    archived.put("a", "b", "a", outcomes=True)
+    create_schedule(runtime_of(archived.database), "nightly", every_s=DAY, jobs=["effects", "journeys"])
+    dsn = role_dsn(archived.dsn, Right.WORK)
+    for name in ("MQLAYER_DSN", "MQLAYER_APP_DSN"):
+        monkeypatch.setenv(name, dsn)
+    monkeypatch.setenv("MQLAYER_ANALYTICS_DIR", str(tmp_path))
+    words = ("mqlayer", "analytics", "schedule", "run", "nightly", "--if-due")
+    said = ask_python(*words, env=os.environ, timeout=240.0)
+    done = last_run(archived)
+    assert (said.returncode, done.state) == (0, "good"), done.results
+    assert done.results["effects"]["facts"]["verdict"] == "clean"
+    assert {page.name for page in tmp_path.rglob("*.html")} == {"effects.html", "journeys.html"}

@@ -58,6 +58,9 @@ INNER: Final = {
     "mqlayer.parked_messages_end_v1": (
         "SELECT mqlayer.parked_messages_end_v1(1, '{1}', '{1}', '{1}', '{true}', 1.0, 'm')"
     ),
+    "mqlayer.parked_messages_end_v2": (
+        "SELECT mqlayer.parked_messages_end_v2(1, '{1}', '{k}', '{1}', '{1}', '{true}', 1.0, 'm')"
+    ),
     "mqlayer.parked_key_end_v1": "SELECT mqlayer.parked_key_end_v1(1, 1::smallint, 'k')",
     "mqlayer.parked_keys_forget_v1": "SELECT mqlayer.parked_keys_forget_v1(1, '{1}', '{k}')",
     "mqlayer.retired_messages_drop_v1": "SELECT mqlayer.retired_messages_drop_v1(1, 10)",

@@ -12,7 +12,7 @@ from mqlayer.archive import create_snapshot
 from mqlayer.archive.parquet_export import export_snapshot
 from tests.fixtures.archived import ArchivedTopics
 from tests.fixtures.missing_tools import import_or_leave_out
-from tests.fixtures.spark_cluster import PROGRAM, Driver, SparkCluster
+from tests.fixtures.spark_cluster import PROGRAM, Driver, SparkCluster, thin_python
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
@@ -26,6 +26,8 @@ pytestmark = [
 
 LOCAL = "local[2]"
 BATCHES = 12
+EXECUTORS_NEED = ("adbc-driver-manager", "adbc-driver-postgresql", "psycopg", "pyarrow")
+"""Packages of the page 'Run Spark on a cluster'."""
 START_S = 120.0
 
 
@@ -96,6 +98,38 @@ def test_a_jobs_file_is_a_program_for_a_cluster(
     (found,) = two_workers.run(job, "--snapshot", "s", "--out", tmp_path / "found", dsn=filled.dsn)
     assert (found["verdict"], found["records"]) == ("clean", BATCHES * 42)
     assert list((tmp_path / "found" / "audit" / "chains").glob("*.parquet"))
+
+
+def test_jobs_by_jdbc_need_no_package_on_executors(
+    two_workers: SparkCluster, filled: ArchivedTopics, tmp_path: Path
+) -> None:
+    """Nor mqlayer's zip: executors run no Python."""
+    bare = thin_python(tmp_path / "bare", ())
+    found = two_workers.run(PROGRAM, "jobs", tmp_path / "cluster", dsn=filled.dsn, python=bare)
+    assert {one["job"] for one in found if "job" in one} >= {"audit", "latency", "skew", "journeys"}
+
+
+def test_executors_read_and_stream_with_the_few_packages_that_the_page_names(
+    two_workers: SparkCluster, filled: ArchivedTopics, tmp_path: Path
+) -> None:
+    export = tmp_path / "out"
+    export_snapshot(runtime_of(filled.database), "s", export, file_rows=100)
+    thin = thin_python(tmp_path / "thin", EXECUTORS_NEED)
+    found = two_workers.run(PROGRAM, "reads", export, dsn=filled.dsn, python=thin)
+    for table in found:
+        ((name, hashes),) = table.items()
+        assert len(set(hashes.values())) == 1, (name, hashes)
+
+
+def test_spark_submit_runs_each_command_with_its_options(
+    two_workers: SparkCluster, filled: ArchivedTopics, tmp_path: Path
+) -> None:
+    with zipfile.ZipFile(two_workers.package) as package:
+        package.extract("mqlayer/__main__.py", tmp_path)
+    words = ["analytics", "what-if", "--snapshot", "s", "--topic", "orders", "--json", "--handler-ms", "5"]
+    words += ["--partitions", "2", "--partitions", "4", "--members", "3"]
+    (found,) = two_workers.run(tmp_path / "mqlayer" / "__main__.py", *words, dsn=filled.dsn)
+    assert [(one["route"], one["members"]) for one in found["scenarios"]] == []
 
 
 def test_a_planted_fault_is_found_on_a_cluster(

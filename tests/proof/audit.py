@@ -49,5 +49,7 @@ def complaints(spark: Any, dsn: str, *, prefix: str, topics: list[str], records:
         yield f"certificate: {made.audit} of {made.records} records, {checked.differences[:5]}"
     reader = effects_reader(snapshot, dsn=dsn, application_dsn=dsn)
     effects = SPARK_JOBS["effects"](tables, JobParams(effects=reader))
-    if not effects.good:
+    # A group that never fences has no rows; a run that archived no outcome would have nothing to decide either.
+    proved = sum(one["count"] for one in effects.facts["messages"] if one["verdict"] == "proved")
+    if not effects.good or not proved:
         yield f"effect audit: {effects.facts}"

@@ -51,7 +51,7 @@ OPTIONS: Final[dict[str, str]] = {
     "analytics shadow":
         "TOPIC --snapshot --handler --against --table --ignore --key --trust-names --allow-unfenced --json",
     "analytics journeys": "--snapshot --topic --out --html --console --method --conf --json",
-    "analytics schedule create": "NAME --every --job --topic --keep --first",
+    "analytics schedule create": "NAME --every --job --topic --keep --first --export-to",
     "analytics schedule list": "--json",
     "analytics schedule runs": "NAME --limit --after --json",
     "analytics schedule run": "NAME --if-due",
@@ -206,6 +206,7 @@ BY_VALUE: Final = {
     ("revoke", "RIGHT", "--group"), ("dead show", "MESSAGE", "--topic"), ("dead show", "MESSAGE", "--group"),
     ("dead discard", "MESSAGE", "--topic"), ("dead discard", "MESSAGE", "--group"),
     ("group create", "--start", "--from-archive"), ("route split", "--from-report", "--if-version"),
+    ("analytics schedule create", "--job", "--export-to"),
 }  # fmt: skip
 """Pairs that clash with some values only, which the command or the library refuses."""
 

@@ -22,6 +22,7 @@ def _load(visit: Visit) -> Mapping[str, Any]:
     return {
         "schedules": found,
         "chosen": name,
+        "about": next((one for one in found.value or () if one.name == name), None),
         "runs": runs,
         "older": link(PATH, schedule=name, before=rows[ROWS - 1].run_id) if len(rows) > ROWS else "",
         "shown": rows[:ROWS],

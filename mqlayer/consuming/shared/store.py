@@ -161,8 +161,8 @@ class SharedStore:
     ) -> None:
         if not claims:
             return
-        rows = [(lp, source, seq, handled) for one in claims for source, lp, seq in [one.record.identity]]
-        facts = self._who | columns(("lps", "sources", "seqs", "handled"), rows) | {"given_s": delivered_s}
+        rows = [(lp, one.ref.name, source, seq, handled) for one in claims for source, lp, seq in [one.record.identity]]
+        facts = self._who | columns(("lps", "names", "sources", "seqs", "handled"), rows) | {"given_s": delivered_s}
         connection.execute(query("parked_messages_end"), facts)
         names = columns(("lps", "names"), [one.ref[:2] for one in claims])
         connection.execute(query("redriven_forget"), self._who | names)

@@ -1,6 +1,6 @@
 -- protocol 2
 -- Exports of the archive into tables of a lake: what each destination has, what of it was verified, and days that may go
--- from Postgres for that. Retention and readers of older code know none of it.
+-- from Postgres for that. Retention and readers of older code know none of it. Schedules may export.
 
 CREATE TABLE mqlayer_archive.lake (
     lake_id    int GENERATED ALWAYS AS IDENTITY CONSTRAINT lake_key PRIMARY KEY,
@@ -51,6 +51,11 @@ CREATE INDEX lake_file_by_topic ON mqlayer_archive.lake_file (lake_id, topic_id)
 
 -- Retention waits until a lake has the topic's days, verified; then it drops those that snapshots cover, too.
 ALTER TABLE mqlayer.topic ADD COLUMN keep_until_exported boolean NOT NULL DEFAULT false;
+
+-- Where a schedule's job `export` goes. Older workers fail such a run, and note it.
+ALTER TABLE mqlayer.analytics_schedule ADD COLUMN export_to text,
+    ADD CONSTRAINT analytics_schedule_export CHECK (
+        octet_length(export_to) BETWEEN 1 AND 1024 AND (export_to IS NOT NULL) = ('export' = ANY (jobs)));
 
 -- Up to which batch rows of a snapshot's topic may be in a lake alone.
 ALTER TABLE mqlayer_archive.snapshot_topic ADD COLUMN exported_batch bigint NOT NULL DEFAULT 0;

@@ -194,6 +194,7 @@ def test_a_consumer_of_one_group_changes_no_row_of_another(
         "SELECT mqlayer.members_forget_v1($mail)",
         "SELECT mqlayer.beginnings_forget_v1($mail)",
         "SELECT mqlayer.parked_messages_end_v1($mail, '{1}', '{1}', '{1}', '{true}', 1, 'x')",
+        "SELECT mqlayer.parked_messages_end_v2($mail, '{1}', '{k}', '{1}', '{1}', '{true}', 1, 'x')",
         "SELECT mqlayer.parked_key_end_v1($mail, 1::smallint, 'k')",
         "SELECT mqlayer.parked_keys_forget_v1($mail, '{1}', '{k}')",
         "SELECT mqlayer.retired_messages_drop_v1($mail, 10)",
@@ -375,7 +376,7 @@ def test_a_replaced_server_is_seen_to_with_sequences_at_their_end(
         with closing(psycopg.connect(roles.login(Right.VIEW), autocommit=True)) as viewer:
             assert viewer.execute("SELECT mqlayer.server_seen_v1()").fetchone() == (True,)
             ((count,),) = viewer.execute("SELECT count(*) FROM mqlayer.numbers_used_v1() WHERE used > 0.99").fetchall()
-            assert count == 5, "nodes, topics, partitions, changes and snapshots"
+            assert count == 6, "nodes, topics, partitions, changes, snapshots and lakes"
 
 
 @pytest.mark.parametrize(
