@@ -805,10 +805,6 @@ CREATE TABLE mqlayer.redrive (
         AND (size IS NULL) = (planned_at IS NULL) AND (state <> 'planned' OR size IS NOT NULL)),
     CONSTRAINT redrive_started CHECK (planned_at IS NULL OR (state IN ('planned', 'cancelled'))
         OR started_at > planned_at),
-    CONSTRAINT redrive_filter_names CHECK (jsonb_typeof(filter) = 'object'
-        AND (filter - ARRAY['key', 'since', 'until'] - CASE WHEN kind IN ('redrive', 'keep')
-        THEN ARRAY['cause', 'error', 'min_attempts', 'dead_ids'] WHEN kind IN ('release', 'discard')
-        THEN ARRAY['cause', 'error', 'min_attempts', 'waiting'] ELSE ARRAY['tag', 'snapshot'] END) = '{}'),
     CONSTRAINT redrive_filter_values CHECK (COALESCE(jsonb_typeof(filter -> 'key'), 'string') = 'string'
         AND COALESCE(jsonb_typeof(filter -> 'cause'), 'string') = 'string'
         AND COALESCE(jsonb_typeof(filter -> 'error'), 'string') = 'string'
@@ -830,7 +826,14 @@ CREATE TABLE mqlayer.redrive (
     CONSTRAINT redrive_texts CHECK (octet_length(actor) <= 4096 AND octet_length(worker) <= 1024
         AND octet_length(blocked_by) <= 65536 AND octet_length(name) <= 65536 AND octet_length(reason) <= 65536),
     CONSTRAINT redrive_documents CHECK (octet_length(bounds::text) <= 1000000
-        AND octet_length(results::text) <= 1000000)
+        AND octet_length(results::text) <= 1000000),
+    CONSTRAINT redrive_filter_names CHECK (jsonb_typeof(filter) = 'object'
+        AND (filter - ARRAY['key', 'since', 'until'] - CASE WHEN kind IN ('redrive', 'keep')
+        THEN ARRAY['cause', 'error', 'min_attempts', 'dead_ids'] WHEN kind IN ('release', 'discard')
+        THEN ARRAY['cause', 'error', 'min_attempts', 'waiting'] WHEN kind = 'replay'
+        THEN ARRAY['tag', 'snapshot', 'export'] ELSE ARRAY['tag', 'snapshot'] END) = '{}'
+        AND COALESCE(jsonb_typeof(filter -> 'export'), 'string') = 'string'
+        AND octet_length(filter ->> 'export') <= 1024)
 );
 CREATE INDEX redrive_running ON mqlayer.redrive (redrive_id) WHERE state = 'running';
 CREATE UNIQUE INDEX redrive_one_replay ON mqlayer.redrive (group_id) WHERE state = 'running'

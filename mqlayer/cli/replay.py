@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, cast
 
@@ -60,6 +61,12 @@ def start(
     until: Annotated[str | None, typer.Option(help="Published before: a time with its zone.")] = None,
     snapshot: Annotated[str | None, typer.Option(help="Only what this snapshot holds.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All that the archive holds of the topic.")] = False,
+    from_export: Annotated[
+        str | None,
+        typer.Option(
+            "--from-export", metavar="PATH", help="Take days that Postgres dropped from this export of the archive."
+        ),
+    ] = None,
     newer: Annotated[
         str | None,
         typer.Option(
@@ -76,6 +83,7 @@ def start(
     wanted = ReplayFilter(key, tag, parse_time_option(since), parse_time_option(until), snapshot)
     if (wanted == ReplayFilter()) != every:
         raise InvalidInput("say which: --key, --tag, --since, --until, --snapshot; or --all of them")
+    wanted = replace(wanted, export=from_export)
     with runtime_here() as runtime:
         if not yes:
             found = count_archived(runtime.control, topic, group, wanted)
@@ -175,5 +183,6 @@ def _row(one: Replay) -> dict[str, Any]:
         "upto_batch": one.upto_batch,
         "per_s": one.per_s,
         "newer": one.newer,
+        "blocked_by": one.blocked_by,
         **common_columns(one),
     }

@@ -222,6 +222,21 @@ def check_archive(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding
     return found or [Finding("archive", checked.subject, CheckStatus.OK, seen)]
 
 
+def check_exports(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
+    """Report exports that are behind the archive: retention may wait for them."""
+    rows, found = checked.rows("lake_statuses"), []
+    for location, topic, _, _, _, _, batches, behind_s in rows:
+        if behind_s > limits.export_s:
+            seen = (
+                f"the export of topic {topic} at {location} lacks {batches} batches, since {format_seconds(behind_s)}"
+            )
+            fix = f"mqlayer archive export --to {location}; or, if it ended, mqlayer archive forget-export {location}"
+            found.append(Finding("exports", checked.subject, CheckStatus.WARNING, seen, fix))
+    places = len({row[0] for row in rows})
+    seen = f"exports of the archive: {places}; none is late" if rows else "the archive is not exported"
+    return found or [Finding("exports", checked.subject, CheckStatus.OK, seen)]
+
+
 def check_protocol(checked: CheckedDatabase, limits: CheckLimits) -> list[Finding]:
     """Report an upgrade that waits to be finalized, and processes that are too old."""
     ((serves_from, in_force, serves_to, _, _, age_s),) = checked.rows("protocol_control")
@@ -275,5 +290,6 @@ CHECKS: Final[dict[str, Check[CheckedDatabase]]] = {
     "parked": check_parked,
     "pauses": check_pauses,
     "archive": check_archive,
+    "exports": check_exports,
     "schedules": check_schedules,
 }

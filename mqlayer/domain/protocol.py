@@ -85,5 +85,17 @@ KEEP_UNTIL_EXPORTED: Final = Feature(
     schema="control",
     text="retention may wait for exports; retention and readers of snapshots of the release before know none",
 )
-FEATURES: Final[tuple[Feature, ...]] = (PRODUCER_TOPICS, POP_KEY_CLASSES, DURABILITY, KEEP_UNTIL_EXPORTED)
+REPLAY_EXPORTS: Final = Feature(
+    "replay-exports",
+    since=2,
+    schema="control",
+    text="replays may read exports; workers of the release before know none",
+)
+FEATURES: Final[tuple[Feature, ...]] = (
+    PRODUCER_TOPICS,
+    POP_KEY_CLASSES,
+    DURABILITY,
+    KEEP_UNTIL_EXPORTED,
+    REPLAY_EXPORTS,
+)
 """By version. CONTRIBUTING.md says how one is added."""

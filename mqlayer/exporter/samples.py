@@ -42,10 +42,7 @@ def control_samples(runtime: Runtime, *, by_partition: bool = False) -> Samples:
         found["mqlayer.autopilot.changes"].append((changes, {"topic": topic}))
         found["mqlayer.autopilot.stopped"].append((stopped, {"topic": topic}))
         found["mqlayer.autopilot.hot_lps"].append((hot, {"topic": topic}))
-    for topic, gaps, passed_s, _ in _rows(runtime.control, "check_archive"):
-        found["mqlayer.archive.gaps"].append((gaps, {"topic": topic}))
-        if passed_s is not None:
-            found["mqlayer.archive.delay"].append((passed_s, {"topic": topic}))
+    _add_archive(found, runtime.control)
     for name, state, _, _, _, overdue_s in _rows(runtime.control, "check_schedules"):
         found["mqlayer.schedule.faults"].append((int(state == "faults"), {"schedule": name}))
         found["mqlayer.schedule.failed"].append((int(state == "failed"), {"schedule": name}))
@@ -58,6 +55,15 @@ def control_samples(runtime: Runtime, *, by_partition: bool = False) -> Samples:
     _, in_force, prepared, *_ = _row(runtime.control, "protocol_control")
     found["mqlayer.protocol"] += [(in_force, {"state": "in_force"}), (prepared, {"state": "prepared"})]
     return found
+
+
+def _add_archive(found: Samples, database: Database) -> None:
+    for topic, gaps, passed_s, _ in _rows(database, "check_archive"):
+        found["mqlayer.archive.gaps"].append((gaps, {"topic": topic}))
+        if passed_s is not None:
+            found["mqlayer.archive.delay"].append((passed_s, {"topic": topic}))
+    for location, topic, *_, behind_s in _rows(database, "lake_statuses"):
+        found["mqlayer.archive.export_delay"].append((behind_s, {"topic": topic, "export": location}))
 
 
 def outbox_samples(database: Database) -> Samples:

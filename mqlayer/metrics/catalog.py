@@ -188,6 +188,10 @@ _ALL: Final = (
         "LPs hotter than a partition can serve, where no split helps",
     ),
     Instrument("mqlayer.archive.delay", "gauge", "s", ("topic",), "exporter", "Since an archiver reached the end"),
+    Instrument(
+        "mqlayer.archive.export_delay", "gauge", "s", ("topic", "export"), "exporter",
+        "Since an export that lacks batches got the last ones",
+    ),
     Instrument("mqlayer.archive.gaps", "gauge", "{gap}", ("topic",), "exporter", "Gaps that wait for an operator"),
     Instrument(
         "mqlayer.schedule.faults", "gauge", "1", ("schedule",), "exporter",

@@ -110,7 +110,8 @@ class DeadFilter:
 class ReplayFilter:
     """Filter of archived records; None matches all.
 
-    `since`, `until`: publish time by publishers' clocks, with a zone. `snapshot`: its name.
+    `since`, `until`: publish time by publishers' clocks, with a zone. `snapshot`: its name. `export`: where an
+    export of dropped batches is.
     """
 
     key: str | None = None
@@ -118,6 +119,7 @@ class ReplayFilter:
     since: datetime | None = None
     until: datetime | None = None
     snapshot: str | None = None
+    export: str | None = None
 
     def facts(self) -> dict[str, Any]:
         """Return query parameters. Raises InvalidInput."""

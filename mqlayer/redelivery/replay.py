@@ -8,20 +8,21 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import datetime
-from decimal import Decimal
 from functools import partial
 from typing import Any, Final, Literal
 
-import msgspec
 from psycopg.types.json import Jsonb
 
-from mqlayer.domain.message import NO_KEY, Identity, Record, encode_facts
+from mqlayer.domain.archive_places import BEHIND, ArchivePlace
+from mqlayer.domain.message import Identity
 from mqlayer.domain.parked_names import parked_name
-from mqlayer.domain.tags import TagFilter, tags_text
-from mqlayer.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
+from mqlayer.domain.protocol import REPLAY_EXPORTS
+from mqlayer.domain.tags import TagFilter
+from mqlayer.errors import ArchiveBroken, Conflict, InvalidInput, MqlayerError, NotFound, StoreUnavailable
 from mqlayer.failpoints import failpoint
 from mqlayer.groups.group import Group, find_group, refuse_broadcast
 from mqlayer.groups.positions import GroupPartition, read_positions
@@ -32,11 +33,13 @@ from mqlayer.logs import event_logger
 from mqlayer.parking import ParkingCapacity
 from mqlayer.postgres.audit import write_audit
 from mqlayer.postgres.database import Connection, Database
+from mqlayer.postgres.protocol import read_protocols
 from mqlayer.postgres.queries import columns, query
 from mqlayer.redelivery.act_notes import ANY_KEY, raise_parking_version
 from mqlayer.redelivery.filters import ReplayFilter
 from mqlayer.redelivery.lists import page
-from mqlayer.redelivery.redelivery_job import LEASE_S, POLL_S, JobState, cancel, run_job, take_over
+from mqlayer.redelivery.redelivery_job import LEASE_S, POLL_S, JobState, cancel, extend_lease, run_job, take_over
+from mqlayer.redelivery.replay_reading import ArchivedRecord, ReplayReader
 from mqlayer.runtime.route_cache import load_nodes
 from mqlayer.runtime.runtime import Runtime
 
@@ -44,16 +47,11 @@ log = event_logger(__name__)
 
 BATCH: Final = 200
 """Messages per transaction; at most one second's worth of the rate."""
-BATCH_BYTES: Final = 2_000_000
 WAITING: Final = 2_000
 """Messages of a job that may wait in its group, plus one batch."""
 WAITING_BYTES: Final = 64_000_000
 FULL_WAIT_S: Final = 0.05
-WINDOW: Final = 5_000
-SCAN_S: Final = 1.0
-"""A search without a match notes its progress after this time."""
-BEHIND: Final = 2**62
-"""Behind every record of a batch."""
+WHY_LIMIT: Final = 500
 
 Newer = Literal["wait", "between"]
 """Newer messages of a replayed key wait until the end, or come between."""
@@ -67,7 +65,8 @@ excluded by the tag filter."""
 class Replay:
     """A replay or backfill. `per_s`: messages per second, 0: no limit; `waiting`: given, not handled yet.
 
-    `at_batch` of `upto_batch`: progress in the archive. `worked_on`: a worker has the lease.
+    `at_batch` of `upto_batch`: progress in the archive. `worked_on`: a worker has the lease. `blocked_by`: why the last
+    one stopped.
     """
 
     replay_id: int
@@ -87,6 +86,7 @@ class Replay:
     at_batch: int
     upto_batch: int
     waiting: int
+    blocked_by: str | None
 
     @property
     def sent(self) -> int:
@@ -104,14 +104,11 @@ class ReplayResult:
 
 
 def count_archived(database: Database, topic: str, group: str, wanted: ReplayFilter) -> int:
-    """Return how many archived records a replay would read. Raises NotFound, InvalidInput, Conflict."""
-    found = find_group(database, topic, group)
+    """Return how many archived records a replay would read. Raises as `start_replay`."""
+    found, wanted = find_group(database, topic, group), _located(wanted)
     with database.connection() as connection:
         upto, snapshot_id = _extent(connection, found, wanted, locked=False)
-        facts = wanted.facts() | {"topic_id": found.topic_id, "upto": upto, "snapshot_id": snapshot_id}
-        facts["partitions"] = _partitions(connection, facts)
-        ((count,),) = connection.execute(query("replay_count"), facts).fetchall()
-    return int(count)
+    return ReplayReader(database, wanted, topic_id=found.topic_id, snapshot_id=snapshot_id, upto=upto).count()
 
 
 def start_replay(
@@ -128,12 +125,13 @@ def start_replay(
 
     `newer`: newer messages of the filter's key (or of all) wait or come between; default wait, without order between.
     Raises NotFound, InvalidInput, StoreUnavailable, Conflict for a group that is not live, is pop or shared, or runs a
-    replay, and for a topic without archive.
+    replay, and for a topic without archive, ArchiveBroken where days are missing.
     """
-    found = find_group(runtime.control, topic, group)
+    found, wanted = find_group(runtime.control, topic, group), _located(wanted)
     ordered = found.ordered and found.strategy == "strict"
     newer = newer or ("wait" if ordered else "between")
     _check(found, wanted, per_s, newer)
+    _check_export(runtime.control, found, wanted)
     bounds = _bounds(runtime, found)
     if newer == "wait" and not ordered:
         raise InvalidInput(
@@ -249,6 +247,29 @@ def _check(group: Group, wanted: ReplayFilter, per_s: float, newer: str) -> None
     wanted.facts()
 
 
+def _located(wanted: ReplayFilter) -> ReplayFilter:
+    """Name an export as it is registered."""
+    if wanted.export is None:
+        return wanted
+    from mqlayer.archive.lake.state import lake_location
+
+    return replace(wanted, export=lake_location(wanted.export))
+
+
+def _check_export(database: Database, group: Group, wanted: ReplayFilter) -> None:
+    """Refuse an export before a replay of it is there."""
+    if wanted.export is None:
+        return
+    with database.connection() as connection:
+        if read_protocols(connection, REPLAY_EXPORTS.schema).served.in_force < REPLAY_EXPORTS.since:
+            raise Conflict(
+                "workers of the former release may live, and their replays read no export",
+                "run `mqlayer upgrade finalize` first",
+            )
+        upto, snapshot_id = _extent(connection, group, wanted, locked=False)
+    ReplayReader(database, wanted, topic_id=group.topic_id, snapshot_id=snapshot_id, upto=upto)
+
+
 def _bounds(runtime: Runtime, group: Group) -> dict[str, int]:
     with runtime.control.connection() as connection:
         rows = connection.execute(query("replay_positions"), {"group_id": group.group_id}).fetchall()
@@ -272,21 +293,22 @@ def _extent(
 ) -> tuple[int, int | None]:
     facts = {"group_id": group.group_id, "snapshot": wanted.snapshot}
     if wanted.snapshot is not None:
+        if locked:
+            # Retention drops no day before it sees the replay.
+            connection.execute(query("replay_topic"), facts)
         found = connection.execute(query("replay_snapshot"), facts).fetchone()
         if found is None or found[1] is None:
             raise NotFound("snapshot of the topic", wanted.snapshot, "see those that are: mqlayer snapshot list")
+        if found[2] and wanted.export is None:
+            raise ArchiveBroken(
+                f"days of snapshot {wanted.snapshot!r} were dropped after their export",
+                "replay it with the export: --from-export PATH; mqlayer archive exports shows all",
+            )
         return int(found[1]), int(found[0])
     row = connection.execute(query("replay_topic" if locked else "replay_topic_seen"), facts).fetchone()
     if row is None:
         raise Conflict(f"topic {group.topic!r} was never archived", "there is nothing that could be replayed")
     return int(row[0]), None
-
-
-def _partitions(connection: Connection, facts: Mapping[str, Any]) -> list[int] | None:
-    if facts["lp"] is None:
-        return None
-    ((found,),) = connection.execute(query("replay_partitions"), facts).fetchall()
-    return list(found)
 
 
 def _hold_newer(
@@ -322,7 +344,7 @@ def _fence(runtime: Runtime, group: Group, epochs: Mapping[int, int]) -> None:
 
 class _ReplayState:
     def __init__(self, row: Sequence[Any]) -> None:
-        self.at: tuple[int, int] = (row[0], row[1])
+        self.at: ArchivePlace = (row[0], row[1])
         self.upto, self.snapshot_id = row[2], row[3]
         self.filter = ReplayFilter.of(row[4])
         self.bounds: Mapping[str, int] = row[5]
@@ -333,33 +355,6 @@ class _ReplayState:
         self.name: bytes | None = row[13]
 
 
-@dataclass(frozen=True, slots=True)
-class _ArchivedRecord:
-    partition: int
-    offset: int
-    batch: int
-    identity: Identity
-    key: bytes
-    m: bytes
-    body: bytes
-    tags: tuple[str, ...]
-    void: bool
-
-    @classmethod
-    def of(cls, row: Sequence[Any]) -> _ArchivedRecord:
-        partition, offset, batch, source, lp, seq, at, key, tags, headers, body, _ = row
-        facts = encode_facts(
-            int((Decimal(at) * 1000).to_integral_value()),
-            msgspec.json.decode(headers, type=dict[str, str]) if headers else None,
-            tags_text(tags) if tags else "",
-        )
-        identity = Identity(source, lp, seq)
-        key = NO_KEY if key is None else bytes(key)
-        m = b"%d:%d:%d:%b" % (source, lp, seq, facts)
-        void = Record(offset, m, key, b"").void
-        return cls(partition, offset, batch, identity, key, m, bytes(body), tuple(tags or ()), void)
-
-
 class _ReplayWorker:
     def __init__(self, database: Database, replay_id: int, worker: str, batch: int, waiting: int) -> None:
         self._database, self._replay_id, self._worker = database, replay_id, worker
@@ -367,10 +362,17 @@ class _ReplayWorker:
         found = replay_of(database, replay_id)
         self._group = find_group(database, found.topic, found.group)
         self._alone = not self._group.ordered or self._group.strategy != "strict"
-        self._state = self._refresh()
-        facts = self._state.filter.facts() | {"topic_id": self._state.topic_id, "snapshot_id": self._state.snapshot_id}
-        with database.connection() as connection:
-            self._reads = facts | {"partitions": _partitions(connection, facts)}
+        self._state = state = self._refresh()
+        self._extended = time.monotonic()
+        with self._blocked_by_errors():
+            self._reader = ReplayReader(
+                database,
+                state.filter,
+                topic_id=state.topic_id,
+                snapshot_id=state.snapshot_id,
+                upto=state.upto,
+                alive=self._extend,
+            )
 
     def pause_s(self) -> float:
         self._state = state = self._refresh()
@@ -384,38 +386,35 @@ class _ReplayWorker:
 
     def deliver(self) -> None:
         state = self._state
-        found, at = self._read(state)
+        limit = self._batch if state.per_s == 0 else max(1, min(self._batch, int(state.per_s)))
+        with self._blocked_by_errors():
+            found, at = self._reader.read(state.at, limit)
         change_group(self._database, self._group.group_id, partial(self._deliver, state=state, found=found, at=at))
         failpoint("replay.after_commit")
+
+    def _extend(self) -> None:
+        """Keep the lease while an export is read."""
+        if time.monotonic() - self._extended > LEASE_S / 4:
+            extend_lease(self._database, self._replay_id, self._worker)
+            self._extended = time.monotonic()
+
+    @contextmanager
+    def _blocked_by_errors(self) -> Iterator[None]:
+        """Note why a worker can't read the archive: the worker's log may be far from who asks."""
+        try:
+            yield
+        except MqlayerError as error:
+            facts = {"redrive_id": self._replay_id, "worker": self._worker, "why": str(error)[:WHY_LIMIT]}
+            self._database.transaction(lambda connection: connection.execute(query("replay_blocked"), facts))
+            raise
 
     def _refresh(self) -> _ReplayState:
         with self._database.connection() as connection:
             (row,) = connection.execute(query("replay_state"), {"redrive_id": self._replay_id}).fetchall()
         return _ReplayState(row)
 
-    def _read(self, state: _ReplayState) -> tuple[list[_ArchivedRecord], tuple[int, int] | None]:
-        until = time.monotonic() + SCAN_S
-        limit = self._batch if state.per_s == 0 else max(1, min(self._batch, int(state.per_s)))
-        at = state.at
-        with self._database.connection() as connection:
-            while True:
-                batch = at[0] + (at[1] == BEHIND)
-                facts = self._reads | {"batch": batch, "upto": state.upto, "rows": WINDOW}
-                ((first, beyond),) = connection.execute(query("replay_window"), facts, prepare=False).fetchall()
-                if first is None:
-                    return [], None
-                last = state.upto if beyond is None else max(beyond - 1, first)
-                facts |= {"first": first, "last": last, "at_batch": at[0], "at_record": at[1], "limit": limit,
-                          "bytes": BATCH_BYTES}  # fmt: skip
-                rows = connection.execute(query("replay_read"), facts, prepare=False).fetchall()
-                if rows and rows[0][-1] > len(rows):
-                    return list(map(_ArchivedRecord.of, rows)), (rows[-1][2], rows[-1][1])
-                at = (last, BEHIND)
-                if rows or time.monotonic() > until:
-                    return list(map(_ArchivedRecord.of, rows)), at
-
     def _deliver(
-        self, connection: Connection, state: _ReplayState, found: Sequence[_ArchivedRecord], at: tuple[int, int] | None
+        self, connection: Connection, state: _ReplayState, found: Sequence[ArchivedRecord], at: ArchivePlace | None
     ) -> None:
         facts: dict[str, Any] = {"redrive_id": self._replay_id, "worker": self._worker}
         locked = {"at_batch": state.at[0], "at_record": state.at[1]}
@@ -449,7 +448,7 @@ class _ReplayWorker:
         return not there
 
     def _put(
-        self, connection: Connection, state: _ReplayState, found: Sequence[_ArchivedRecord]
+        self, connection: Connection, state: _ReplayState, found: Sequence[ArchivedRecord]
     ) -> dict[Identity, ReplayOutcome]:
         words: dict[Identity, ReplayOutcome] = {one.identity: _result_of(one, state) for one in found}
         given = [one for one in found if words[one.identity] == "sent"]
@@ -474,12 +473,12 @@ class _ReplayWorker:
             raise_parking_version(connection, self._group.group_id, {(lp, bytes(name)) for lp, name, _, _ in joined})
         return words
 
-    def _archive_unmatched(self, connection: Connection, left_out: Sequence[_ArchivedRecord]) -> None:
+    def _archive_unmatched(self, connection: Connection, left_out: Sequence[ArchivedRecord]) -> None:
         if left_out:
             arrays = columns(("partitions", "offsets"), [(one.partition, one.offset) for one in left_out])
             connection.execute(query("replay_unmatched_put"), {"redrive_id": self._replay_id} | arrays)
 
-    def _row(self, one: _ArchivedRecord) -> tuple[Any, ...]:
+    def _row(self, one: ArchivedRecord) -> tuple[Any, ...]:
         source, lp, seq = one.identity
         name = parked_name(one.key, one.identity, alone=self._alone)
         return lp, name, source, seq, one.partition, one.offset, one.key, one.m, one.body
@@ -495,7 +494,7 @@ class _ReplayWorker:
             connection.execute(query("replay_results_put"), {"redrive_id": self._replay_id} | arrays)
 
 
-def _result_of(one: _ArchivedRecord, state: _ReplayState) -> ReplayOutcome:
+def _result_of(one: ArchivedRecord, state: _ReplayState) -> ReplayOutcome:
     if one.offset >= state.bounds.get(str(one.partition), BEHIND):
         return "ahead"
     matches = not one.void and (state.wanted is None or state.wanted.takes(one.tags))

@@ -16,6 +16,10 @@ split_part(t.name, '@', 1);
 -- A lake by its location.
 SELECT lake_id, lake_uuid::text FROM mqlayer_archive.lake WHERE location = %(location)s;
 
+-- name: lake_lock
+-- Be the only exporter to a lake as long as this session lives, or not.
+SELECT pg_try_advisory_lock(hashtext('mqlayer.lake'), %(lake_id)s::int);
+
 -- name: lake_insert
 -- Register a lake; nothing where it is known.
 INSERT INTO mqlayer_archive.lake (location) VALUES (%(location)s) ON CONFLICT (location) DO NOTHING
@@ -40,6 +44,23 @@ FROM mqlayer_archive.snapshot_topic p JOIN mqlayer.topic t USING (topic_id)
 LEFT JOIN mqlayer_archive.lake_topic l ON l.topic_id = p.topic_id
     AND l.lake_id = (SELECT k.lake_id FROM mqlayer_archive.lake k WHERE k.lake_uuid = %(uuid)s::uuid)
 WHERE p.snapshot_id = %(snapshot_id)s ORDER BY p.topic_id;
+
+-- name: lake_of_topic
+-- What a lake has of a topic: its tables' uuid, the topic's archived name, from which batch on (null: nothing), up to which
+-- one some were dropped, also by hand, up to which one rows of a snapshot may be in lakes alone, and whether another lake began before.
+SELECT k.lake_uuid::text, {topic_name}, l.first_batch,
+       greatest(a.dropped_batch, (
+           SELECT max(d.last_batch) FROM mqlayer_archive.day d WHERE d.topic_id = a.topic_id
+           AND to_regclass('mqlayer_archive.record_' || to_char(d.day, 'YYYYMMDD')) IS NULL)), coalesce(p.exported_batch, 0),
+       EXISTS (SELECT FROM mqlayer_archive.lake_topic o
+               WHERE o.topic_id = a.topic_id AND o.lake_id <> k.lake_id AND o.first_batch < l.first_batch
+                 AND o.verified_batch > 0) AS elsewhere
+FROM mqlayer_archive.lake k
+JOIN mqlayer_archive.topic a ON a.topic_id = %(topic_id)s
+JOIN mqlayer.topic t ON t.topic_id = a.topic_id
+LEFT JOIN mqlayer_archive.lake_topic l ON l.lake_id = k.lake_id AND l.topic_id = a.topic_id
+LEFT JOIN mqlayer_archive.snapshot_topic p ON p.topic_id = a.topic_id AND p.snapshot_id = %(snapshot_id)s::int
+WHERE k.location = %(location)s;
 
 -- name: lake_needed
 -- Snapshots with days that only lakes have.

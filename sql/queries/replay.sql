@@ -22,8 +22,8 @@ SELECT a.batch FROM mqlayer.consumer_group g JOIN mqlayer_archive.topic a USING 
 WHERE g.group_id = %(group_id)s FOR SHARE OF a;
 
 -- name: replay_snapshot
--- A snapshot by name, and its last batch of a group's topic.
-SELECT s.snapshot_id, p.batch
+-- A snapshot by name, its last batch of a group's topic, and up to which one its rows may be in exports alone.
+SELECT s.snapshot_id, p.batch, p.exported_batch
 FROM mqlayer_archive.snapshot s
 LEFT JOIN mqlayer_archive.snapshot_topic p ON p.snapshot_id = s.snapshot_id
     AND p.topic_id = (SELECT g.topic_id FROM mqlayer.consumer_group g WHERE g.group_id = %(group_id)s)
@@ -65,7 +65,7 @@ VALUES (%(group_id)s, %(lp)s, %(name)s, 'replayed', clock_timestamp()) ON CONFLI
 -- Replays and backfills, newest first, from behind one of them on; or the one that is asked for; or those that run.
 SELECT r.redrive_id, r.kind, t.name, g.name, r.filter, r.per_s, r.newer, r.actor, r.state, r.results, r.started_at, r.ended_at,
        r.worker, r.lease_until IS NOT NULL AND r.lease_until >= clock_timestamp() AS worked_on, r.at_batch, r.upto_batch,
-       (SELECT count(*) FROM mqlayer.parked_message m WHERE m.replay = r.redrive_id) AS waiting
+       (SELECT count(*) FROM mqlayer.parked_message m WHERE m.replay = r.redrive_id) AS waiting, r.blocked_by
 FROM mqlayer.redrive r JOIN mqlayer.consumer_group g USING (group_id) JOIN mqlayer.topic t USING (topic_id)
 WHERE r.kind IN ('replay', 'backfill') AND (%(redrive_id)s::bigint IS NULL OR r.redrive_id = %(redrive_id)s)
   AND (%(topic)s::text IS NULL OR t.name = %(topic)s) AND (%(group)s::text IS NULL OR g.name = %(group)s)
@@ -119,9 +119,10 @@ WHERE number <= %(limit)s AND (before < %(bytes)s OR number = 1)
 ORDER BY batch, log_offset;
 
 -- name: replay_count
--- How many records of the archive a replay would look at and not leave out by its filter.
+-- How many records of the archive a replay would look at and not leave out by its filter, without an export's batches.
 SELECT count(*) FROM mqlayer_archive.record r
 WHERE r.topic_id = %(topic_id)s AND r.batch <= %(upto)s
+  AND r.batch NOT BETWEEN %(exported_first)s::bigint AND %(exported_upto)s::bigint
   AND {replay_wanted};
 
 -- name: replay_hold
@@ -201,6 +202,11 @@ SELECT %(redrive_id)s, lp, source, seq, result
 FROM unnest(%(lps)s::smallint[], %(sources)s::bigint[], %(seqs)s::bigint[], %(results)s::text[]) AS given(lp, source, seq, result)
 ON CONFLICT DO NOTHING;
 
+-- name: replay_blocked
+-- Why a replay's worker stopped.
+UPDATE mqlayer.redrive SET blocked_by = %(why)s
+WHERE redrive_id = %(redrive_id)s AND state = 'running' AND worker = %(worker)s;
+
 -- name: replay_advance
 -- Up to where a replay has come, what became of how many messages, and when it may go on.
 UPDATE mqlayer.redrive
@@ -208,7 +214,7 @@ SET at_batch = %(at_batch)s, at_record = %(at_record)s, sent = sent + %(sent)s, 
     results = %(results)s::jsonb || (
         SELECT coalesce(jsonb_object_agg(each.key, each.value::bigint + coalesce((%(results)s::jsonb ->> each.key)::bigint, 0)), '{}')
         FROM jsonb_each_text(results) AS each),
-    lease_until = clock_timestamp() + make_interval(secs => %(lease_s)s),
+    lease_until = clock_timestamp() + make_interval(secs => %(lease_s)s), blocked_by = NULL,
     next_at = greatest(next_at, clock_timestamp()) + make_interval(secs => %(pause_s)s)
 WHERE redrive_id = %(redrive_id)s;
 

@@ -160,7 +160,7 @@ def test_of_a_well_installation_nothing_is_broken(
         "clock",
         "sessions", "pooler",
         "control schema", "replaced", "numbers", "unarmed", "draining", "beat", "protocol", "routes", "autopilot",
-        "deletions", "groups", "parked", "pauses", "archive", "schedules", "application schema",
+        "deletions", "groups", "parked", "pauses", "archive", "exports", "schedules", "application schema",
             "relay", "recovery", "quarantined",
         "publishers", "large_bodies", "versions",
         "armed", "role", "persistence", "eviction", "memory", "replicas", "broker apart",

@@ -7,13 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from mqlayer.archive import create_snapshot, retain, set_keep_until_exported
 from mqlayer.archive.lake import export, export_archive, forget_lake, lake_statuses, tables, verify_export
 from mqlayer.archive.lake.state import lake_location
 from mqlayer.archive.lake.tables import LakeTable
 from mqlayer.archive.parquet_export import export_snapshot
+from mqlayer.doctor import diagnose
+from mqlayer.doctor.findings import CheckStatus
 from mqlayer.errors import ArchiveBroken, Conflict, InvalidInput, NotFound
+from mqlayer.exporter.samples import control_samples
+from mqlayer.settings import Settings
 from tests.fixtures.archived import ArchivedTopics
 from tests.fixtures.commands import Commands
 from tests.fixtures.lakes import archived_ids, archived_outcome_ids, ids, outcome_ids
@@ -80,6 +85,7 @@ def test_two_exporters_at_once_add_nothing_twice(
 ) -> None:
     monkeypatch.setattr(export, "COMMIT_ROWS", 2)
     monkeypatch.setattr(export, "TRIES", 50)
+    monkeypatch.setattr(tables, "SMALL_FILES", 2)
     fill(archived, 4)
     lake = str(tmp_path / "lake")
     with ThreadPoolExecutor(2) as pool:
@@ -87,6 +93,24 @@ def test_two_exporters_at_once_add_nothing_twice(
         assert sum(one.result(60).total for one in done) == 20
     assert ids(lake) == archived_ids(archived)
     assert outcome_ids(lake) == archived_outcome_ids(archived)
+
+
+def test_one_process_at_a_time_compacts(
+    archived: ArchivedTopics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """delta-rs commits two compactions of the same files, and each row is there twice."""
+    monkeypatch.setattr(tables, "SMALL_FILES", 2)
+    runtime, lake = runtime_of(archived.database), str(tmp_path / "lake")
+    archived.put("a")
+    export_archive(runtime, lake)
+    archived.put("a")
+    ((lake_id,),) = archived.rows("SELECT lake_id FROM mqlayer_archive.lake")
+    archived.rows("SELECT pg_advisory_lock(hashtext('mqlayer.lake'), %s)", lake_id)
+    report = export_archive(runtime, lake)
+    assert (report.total, report.compacted) == (1, 0)
+    archived.rows("SELECT pg_advisory_unlock(hashtext('mqlayer.lake'), %s)", lake_id)
+    assert export_archive(runtime, lake).compacted == 2
+    assert ids(lake) == archived_ids(archived)
 
 
 def test_a_column_of_a_later_release_is_null_in_older_rows(
@@ -259,6 +283,28 @@ def test_retention_waits_for_a_verified_export_and_then_drops_days_under_snapsho
     assert create_snapshot(runtime, "later").records == 1
     assert export_snapshot(runtime, "later", tmp_path / "later").snapshot.records == 1
     assert not set_keep_until_exported(runtime, "orders", keep=True)
+
+
+def test_a_late_export_is_told_by_the_doctor_and_the_exporter(archived: ArchivedTopics, tmp_path: Path) -> None:
+    runtime, lake = runtime_of(archived.database), str(tmp_path / "lake")
+
+    def told() -> tuple[CheckStatus, str, list[tuple[float, dict[str, str]]]]:
+        (found,) = [one for one in diagnose(Settings(dsn=SecretStr(archived.dsn))) if one.check == "exports"]
+        samples = control_samples(runtime)["mqlayer.archive.export_delay"]
+        return found.verdict, found.seen, [(round(value / 3600), dict(labels)) for value, labels in samples]
+
+    assert told() == (CheckStatus.OK, "the archive is not exported", [])
+    fill(archived, 1)
+    export_archive(runtime, lake)
+    fill(archived, 1)
+    labels = {"topic": "orders", "export": lake}
+    assert told() == (CheckStatus.OK, "exports of the archive: 1; none is late", [(0, labels)])
+    archived.connection.execute("UPDATE mqlayer_archive.lake_topic SET exported_at = now() - interval '49 h'")
+    verdict, seen, samples = told()
+    assert (verdict, samples) == (CheckStatus.WARNING, [(49, labels)])
+    assert f"at {lake} lacks 2 batches" in seen
+    export_archive(runtime, lake)
+    assert told()[0] is CheckStatus.OK
 
 
 def test_without_the_setting_snapshots_keep_their_days(archived: ArchivedTopics, tmp_path: Path) -> None:

@@ -392,6 +392,11 @@ def test_a_thousand_partitions_make_at_most_500_series_and_no_more_statements(
             set_policy(world.runtime(), topic, mode="on")
         make_group(world, topic, group)
     create_schedule(world.runtime(), "nightly", every_s=86_400)
+    world.rows(
+        "WITH lake AS (INSERT INTO mqlayer_archive.lake (location) VALUES ('s3://bucket/lake') RETURNING lake_id) "
+        "INSERT INTO mqlayer_archive.lake_topic (lake_id, topic_id, first_batch, batch) "
+        "SELECT lake_id, min(topic_id), 1, 0 FROM mqlayer_archive.topic CROSS JOIN lake GROUP BY lake_id RETURNING 1"
+    )
     names = [job.name for job in PERIODIC_JOBS]
     world.rows("INSERT INTO mqlayer.job (name, last_at) SELECT unnest(%s::text[]), now() RETURNING 1", names)
     world.rows("UPDATE mqlayer_archive.topic SET last_pass_at = now() RETURNING 1")

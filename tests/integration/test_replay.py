@@ -19,7 +19,6 @@ from mqlayer.groups.seek import apply_seek, planned_seek
 from mqlayer.postgres.queries import query
 from mqlayer.redelivery import (
     DeadFilter,
-    Replay,
     ReplayFilter,
     cancel_replay,
     count_archived,
@@ -30,50 +29,18 @@ from mqlayer.redelivery import (
     resume_replay,
     retry_scan,
     start_redrive,
-    start_replay,
     work_on,
     work_on_replay,
 )
 from mqlayer.runtime.route_cache import RouteCache
-from tests.fixtures.archives import Archive
 from tests.fixtures.consumers import Recorder, Stage
-from tests.fixtures.failed_messages import Failing
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import ask_python
 from tests.fixtures.kept_connections import kept_session
+from tests.fixtures.replay_scenes import ALL, ReplayScene, numbers
 from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
-
-ALL = ReplayFilter()
-
-
-class ReplayScene:
-    """A group that has settled what its topic's archive holds."""
-
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-        self.failing = Failing(stage)
-        self.archive = Archive(stage.database, "orders", prefix=stage.prefix)
-
-    def settle(self) -> None:
-        """Have the group settle all that is there, and the archive hold it."""
-        app = self.stage.consume(Recorder(), backoff_s=None)
-        self.stage.wait_settled()
-        app.stop(5.0)
-        self.archive.take()
-
-    def begin(self, wanted: ReplayFilter = ALL, **changes: Any) -> tuple[int, str]:
-        worker = new_worker()
-        here = runtime_of(self.stage.database, self.stage.prefix, actor="a test")
-        return start_replay(here, "orders", "g", wanted, **{"worker": worker} | changes), worker
-
-    def replay(self, wanted: ReplayFilter = ALL, *, batch: int = 5, waiting: int = 10_000, **changes: Any) -> Replay:
-        replay_id, worker = self.begin(wanted, **changes)
-        return work_on_replay(self.stage.database, replay_id, worker=worker, batch=batch, waiting=waiting)
-
-    def words(self, replay_id: int) -> list[str]:
-        return [one.result for one in replay_results(self.stage.database, replay_id, limit=500)]
 
 
 @pytest.fixture
@@ -83,10 +50,6 @@ def scene(stage: Stage) -> ReplayScene:
     stage.send_numbers(2, 10)
     scene.settle()
     return scene
-
-
-def numbers(first: int, last: int) -> list[bytes]:
-    return [str(number).encode() for number in range(first, last + 1)]
 
 
 @pytest.mark.parametrize("batch", some_of([1, 3, 100], 3))

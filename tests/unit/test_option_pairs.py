@@ -162,7 +162,8 @@ OPTIONS: Final[dict[str, str]] = {
     "bulk cancel": "BULK_ID",
     "dead discard": "MESSAGE --reason --topic --group",
     "replay start":
-        "TOPIC GROUP --key --tag --since --until --snapshot --all --newer --rate --plan --yes --background --json",
+        "TOPIC GROUP --key --tag --since --until --snapshot --all --from-export --newer --rate --plan --yes "
+        "--background --json",
     "replay resume": "REPLAY_ID --json",
     "replay list": "TOPIC GROUP --limit --after --json",
     "replay show": "REPLAY_ID --json",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from mqlayer.archive.columns import ArchiveTable
 from mqlayer.archive.lake.state import Lake, ensure_lake
 from mqlayer.archive.lake.tables import TABLES, LakeTable, check_packages, lake_schema
-from mqlayer.errors import ArchiveBroken, InvalidInput, NotFound, TransactionConflict
+from mqlayer.errors import ArchiveBroken, Conflict, InvalidInput, NotFound, TransactionConflict
 from mqlayer.failpoints import failpoint
 from mqlayer.logs import event_logger
 from mqlayer.postgres.arrow_reader import ReadAddress, arrow_batches, bound, read_address
 from mqlayer.postgres.database import Connection
 from mqlayer.postgres.queries import query
+from mqlayer.postgres.session_lock import session_lock
 from mqlayer.runtime.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -63,30 +65,75 @@ def export_archive(
     """Append the batches that the lake lacks, each once, then compact small files.
 
     Safe to kill, and to run concurrently. Starts no commit after `at_most_s`. Raises NotFound, InvalidInput, Conflict
-    for a place of another archive, ArchiveBroken if days were dropped before, StoreUnavailable.
+    for a place of another archive and for an object store to which another process exports, ArchiveBroken if days were
+    dropped before, StoreUnavailable.
     """
     check_packages()
     wanted = _topics(runtime, topics)
     lake = ensure_lake(runtime, location)
     failpoint("lake.after_register")
+    report = LakeReport()
+    if "://" not in lake.location:
+        tables = _append(runtime, lake, wanted, at_most_s, report, check=lambda: None)
+        with _lock(runtime, lake) as check:
+            if check is None:
+                # Another exporter compacts meanwhile, or the next run.
+                log.info("lake_not_compacted", extra={"reason": "another process has the lock"})
+            else:
+                _compact(tables, wanted, report, check)
+        return report
+    with _lock(runtime, lake) as check:
+        if check is None:
+            raise Conflict(f"another process exports to {lake.location}", "try again when it ended")
+        tables = _append(runtime, lake, wanted, at_most_s, report, check=check)
+        _compact(tables, wanted, report, check)
+    return report
+
+
+def _lock(runtime: Runtime, lake: Lake) -> AbstractContextManager[Callable[[], None] | None]:
+    """Try the lock of compaction, and of all writes to an object store.
+
+    delta-rs commits two compactions of the same files, which doubles their rows; some stores don't heed the condition
+    of a commit.
+    """
+    facts = {"lake_id": lake.lake_id}
+    return session_lock(runtime.control.dsn, "lake_lock", facts, purpose="an export", application=APPLICATION)
+
+
+def _append(
+    runtime: Runtime,
+    lake: Lake,
+    wanted: list[_ExportTopic],
+    at_most_s: float | None,
+    report: LakeReport,
+    *,
+    check: Callable[[], None],
+) -> dict[ArchiveTable, LakeTable]:
     tables = {name: LakeTable(lake.location, name) for name in TABLES}
     for table in tables.values():
         table.create(lake.uuid)
         failpoint("lake.after_create")
-    report = LakeReport()
     until = float("inf") if at_most_s is None else time.monotonic() + at_most_s
     address = read_address(runtime.control.dsn)
     for topic in wanted:
-        _TopicExport(runtime, address, lake, tables, topic, report).run(until)
+        _TopicExport(runtime, address, lake, tables, topic, report, check).run(until)
+    if report.total:
+        log.info("archive_exported", extra={"records": report.total, "commits": report.commits})
+    return tables
+
+
+def _compact(
+    tables: dict[ArchiveTable, LakeTable], wanted: list[_ExportTopic], report: LakeReport, check: Callable[[], None]
+) -> None:
     for table in tables.values():
+        # Of the files as they are under the lock.
+        table.refresh()
+        check()
         gone = sum(_compacted(table, name) for name in {topic.name for topic in wanted})
         report.compacted += gone
         failpoint("lake.after_compact")
         if gone:
             table.vacuum()
-    if report.total:
-        log.info("archive_exported", extra={"records": report.total, "commits": report.commits})
-    return report
 
 
 def _topics(runtime: Runtime, names: Sequence[str] | None) -> list[_ExportTopic]:
@@ -117,8 +164,9 @@ class _TopicExport:
         tables: dict[ArchiveTable, LakeTable],
         topic: _ExportTopic,
         report: LakeReport,
+        check: Callable[[], None],
     ) -> None:
-        self._runtime, self._address, self._lake = runtime, address, lake
+        self._runtime, self._address, self._lake, self._check = runtime, address, lake, check
         self._tables, self._topic, self._report = tables, topic, report
 
     def run(self, until: float) -> None:
@@ -195,6 +243,8 @@ class _TopicExport:
                 counted.append(batch.num_rows)
                 yield formed(_with_day(batch), schema)
                 failpoint("lake.in_write")
+        # The commit follows.
+        self._check()
 
     def _lineage(self) -> None:
         """Bring the topic's partitions up to date, where a route changed."""
@@ -208,6 +258,7 @@ class _TopicExport:
             now = pa.Table.from_batches([formed(batch, schema) for batch in batches], schema=schema)
         stored = table.delta.to_pyarrow_table(filters=[("topic_id", "=", self._topic.topic_id)])
         if _sorted_rows(now) != _sorted_rows(stored):
+            self._check()
             version = max((row["last_version"] for row in now.to_pylist()), default=0)
             table.replace(now, self._topic.topic_id, version)
             table.refresh()

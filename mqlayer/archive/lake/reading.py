@@ -169,43 +169,41 @@ def _from_lake(
         return
     schema, table = arrow_schema(columns), divided.table
     needed = {"source", "lp", "seq"} if table.name == "records" else set()
-    cut = _cut_of(database, divided.snapshot, part.topic_id) if needed else None
+    cut = cut_of(database, divided.snapshot.snapshot_id, part.topic_id) if needed else None
     with lake_errors(table.location):
-        scanner = _rows_of(table, part).scanner(
+        scanner = table.rows_of(part.topic).scanner(
             columns=[*columns, *sorted(needed - set(columns))],
-            filter=_wanted(part.topic_id, part.first, part.upto),
+            filter=batches_wanted(part.topic_id, part.first, part.upto),
             batch_size=ROWS,
             batch_readahead=2,
             fragment_readahead=1,
         )
         for batch in scanner.to_batches():
-            kept = batch if cut is None else _in_cut(batch, cut)
+            kept = batch if cut is None else in_cut(batch, cut)
             if kept.num_rows:
                 chosen = [kept.column(name).cast(schema.field(name).type) for name in columns]
                 yield pa.RecordBatch.from_arrays(chosen, schema=schema)
 
 
-def _rows_of(table: LakeTable, part: LakePart) -> pa.dataset.Dataset:
-    return table.delta.to_pyarrow_dataset(file_pruning_predicate=[("topic", "=", part.topic)])
-
-
-def _wanted(topic_id: int, first: int, upto: int) -> pa.dataset.Expression:
+def batches_wanted(topic_id: int, first: int, upto: int) -> pa.dataset.Expression:
+    """Return the condition of a topic's batches, both ends included."""
     import pyarrow.compute as pc
 
     batch = pc.field("batch")
     return (pc.field("topic_id") == topic_id) & (batch >= first) & (batch <= upto)
 
 
-def _cut_of(database: Database, snapshot: Snapshot, topic_id: int) -> pa.Table:
+def cut_of(database: Database, snapshot_id: int, topic_id: int) -> pa.Table:
+    """Return a snapshot's seqs of a topic per source and LP."""
     import pyarrow as pa
 
-    rows = [one[1:] for one in snapshot_ranges(database, snapshot.snapshot_id) if one[0] == topic_id]
+    rows = [one[1:] for one in snapshot_ranges(database, snapshot_id) if one[0] == topic_id]
     names = ("source", "lp", "first", "last")
     types = (pa.int64(), pa.int32(), pa.int64(), pa.int64())
     return pa.table({name: pa.array([row[at] for row in rows], type=types[at]) for at, name in enumerate(names)})
 
 
-def _in_cut(batch: pa.RecordBatch, cut: pa.Table) -> pa.RecordBatch:
+def in_cut(batch: pa.RecordBatch, cut: pa.Table) -> pa.RecordBatch:
     """Return the rows whose seq the cut has."""
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mqlayer.archive.columns import COLUMNS, ArchiveTable
 from mqlayer.errors import Conflict, InvalidInput, MqlayerError, StoreUnavailable, TransactionConflict
+from mqlayer.redaction import redact, register_secrets
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -39,18 +40,19 @@ SMALL_FILES: Final = 8
 """A day's partition with as many files is compacted."""
 KEPT: Final = timedelta(days=7)
 """Files that compaction replaced stay this long, for readers."""
+CREDENTIALS: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 MARK: Final = "mqlayer archive "
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 PACKAGES: Final = "exports to a lake need more packages: pip install 'mqlayer[lake]'"
 
 
-def check_packages() -> None:
-    """Raise InvalidInput without the extra."""
+def check_packages(purpose: str = "") -> None:
+    """Raise InvalidInput without the extra; the error names the purpose."""
     try:
         import deltalake  # noqa: F401 - whether it is there
         import pyarrow.dataset  # noqa: F401
     except ImportError:
-        raise InvalidInput(PACKAGES) from None
+        raise InvalidInput(f"{PACKAGES}, {purpose}" if purpose else PACKAGES) from None
 
 
 def lake_columns(table: ArchiveTable) -> dict[str, str]:
@@ -73,6 +75,8 @@ def storage_options(location: str) -> dict[str, str]:
     """Return the options of an object store beside the AWS_… variables, which delta-rs reads itself."""
     if not location.startswith(("s3://", "s3a://")):
         return {}
+    # Stores repeat a key id in their answers.
+    register_secrets(*map(os.environ.get, CREDENTIALS))
     found: dict[str, str] = {}
     endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("MQLAYER_S3_ENDPOINT")
     if endpoint:
@@ -197,6 +201,10 @@ class LakeTable:
             found = pa.table(self.delta.get_add_actions(flatten=True))
         return list(found.filter(pc.equal(found["partition.topic"], topic)).to_pylist()) if found.num_rows else []
 
+    def rows_of(self, topic: str) -> pa.dataset.Dataset:
+        """Return a topic's rows, to be read with `lake_errors`."""
+        return self.delta.to_pyarrow_dataset(file_pruning_predicate=[("topic", "=", topic)])
+
     def file_system(self) -> Any:
         """Return an Arrow file system with the table's folder as its root."""
         import pyarrow.fs as pa_fs
@@ -244,7 +252,7 @@ def lake_errors(location: str) -> Iterator[None]:
 
 def _plain(error: Exception) -> str:
     # The first line; later ones may be a reader's stack.
-    lines = [_COLOUR.sub("", line).strip(" ↳") for line in str(error).splitlines()]
+    lines = [_COLOUR.sub("", line).strip(" ↳") for line in redact(str(error)).splitlines()]
     return ": ".join([line for line in lines if line][:3])[:500] or type(error).__name__
 
 

@@ -73,3 +73,15 @@ BEGIN
     END IF;
     RETURN p_snapshot;
 END $$;
+
+-- A replay may read an export.
+ALTER TABLE mqlayer.redrive DROP CONSTRAINT redrive_filter_names;
+ALTER TABLE mqlayer.redrive ADD CONSTRAINT redrive_filter_names CHECK (
+    jsonb_typeof(filter) = 'object'
+    AND filter - ARRAY['key', 'since', 'until']
+               - CASE WHEN kind IN ('redrive', 'keep') THEN ARRAY['cause', 'error', 'min_attempts', 'dead_ids']
+                      WHEN kind IN ('release', 'discard') THEN ARRAY['cause', 'error', 'min_attempts', 'waiting']
+                      WHEN kind = 'replay' THEN ARRAY['tag', 'snapshot', 'export']
+                      ELSE ARRAY['tag', 'snapshot'] END = '{}'
+    AND coalesce(jsonb_typeof(filter -> 'export'), 'string') = 'string' AND octet_length(filter ->> 'export') <= 1024
+);
