@@ -26,8 +26,12 @@ pytestmark = [
 
 LOCAL = "local[2]"
 BATCHES = 12
-EXECUTORS_NEED = ("adbc-driver-manager", "adbc-driver-postgresql", "psycopg", "pyarrow")
-"""Packages of the page 'Run Spark on a cluster'."""
+EXECUTORS_NEED = (
+    "adbc-driver-postgresql", "adbc-driver-manager", "msgspec", "psycopg", "psycopg-binary", "psycopg-pool", "pyarrow",
+    "pydantic", "annotated-types", "pydantic-core", "typing-extensions", "typing-inspection", "pydantic-settings",
+    "python-dotenv", "redis", "tenacity",
+)  # fmt: skip
+"""Those of the page 'Run Spark on a cluster', with what they need themselves."""
 START_S = 120.0
 
 
