@@ -131,11 +131,10 @@ def test_after_the_drivers_death_another_one_finds_the_same(
     await_tasks(driver, tmp_path)
     driver.kill()
     (tmp_path / "go").touch()
-    another = two_workers.program()
-    (facts,) = another.run("held-audit", tmp_path, dsn=filled.dsn)
+    (facts,) = two_workers.program().run("held-audit", tmp_path, dsn=filled.dsn)
     assert (facts["verdict"], facts["records"]) == ("clean", BATCHES * 42)
     # Nothing of the dead driver is left: neither an application, nor a session at the database.
-    assert len(two_workers.state()["activeapps"]) == 1
+    wait_until(lambda: len(two_workers.state()["activeapps"]) == 1, what="the dead driver's application ends")
     reading = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'mqlayer spark'"
     wait_until(lambda: not filled.rows(reading), what="readers' sessions end")
 
