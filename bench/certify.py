@@ -1,7 +1,7 @@
 """Order certificates: records per second to make one and to check it, without Spark and with it.
 
-`BENCH_CERTIFY_ROWS`: so many records of 256 bytes, a million by default, at most five millions. Spark's figures are of a
-session in this process that runs already, without Java's start.
+`BENCH_CERTIFY_ROWS`: so many records of 256 bytes, a million by default, at most five millions. Spark's figures are of
+a session in this process that runs already, without Java's start.
 """
 
 from __future__ import annotations

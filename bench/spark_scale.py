@@ -134,7 +134,9 @@ def spark_on(directory: Path, *, workers: int = 2) -> Iterator[SparkCluster]:
     (directory / "sources").mkdir()
     wheel = build_wheel(directory / "sources", directory / "wheels")
     shutil.rmtree(directory / "sources")
-    with cluster(wheel.rename(directory / "mqlayer.zip"), directory, workers=workers, memory="1g", quick=False) as found:
+    with cluster(
+        wheel.rename(directory / "mqlayer.zip"), directory, workers=workers, memory="1g", quick=False
+    ) as found:
         yield found
 
 
@@ -201,7 +203,9 @@ def figures(stage: Stage, system: System, spark: SparkCluster, run: SizeRun) -> 
             check(said, run.size)
             cpu_s = {name: total - before.get(name, 0.0) for name, total in watch.cpu_s().items()}
             found[act] = Figure(said["seconds"], cpu_s, dict(watch.peaks), said["spilled_mb"])
-            took = f"{said['seconds']:.1f} s, {shown(cpu_s)} s, {shown(watch.peaks)} MB, {said['spilled_mb']:.0f} spilled"
+            took = (
+                f"{said['seconds']:.1f} s, {shown(cpu_s)} s, {shown(watch.peaks)} MB, {said['spilled_mb']:.0f} spilled"
+            )
             note(f"  {run.place}, {run.size:,}, {act}: {took}")
     del found[WARM]
     return found
