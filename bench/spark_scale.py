@@ -1,8 +1,8 @@
-"""Reading, auditing and certifying snapshots of growing size, in local mode and on a cluster of two workers, in one run.
+"""Reading, auditing and certifying snapshots of growing size, in local mode and on two workers, in one run.
 
 `BENCH_SPARK_SIZES`: records, by default a million and ten millions of 256 bytes. `BENCH_SPARK_PLACES`: `local,cluster`.
-`BENCH_SPARK_ACTS`: some of plain, jdbc, python, parquet, audit, skew, certify. Ten million records take 4 GB of disk, an
-export of them 3 GB more, and sorting them 2 GB. A size for which the disk has no room is left out.
+`BENCH_SPARK_ACTS`: some of plain, jdbc, python, parquet, audit, skew, certify. Ten million records take 4 GB of disk,
+an export of them 3 GB more, and sorting them 2 GB. A size for which the disk has no room is left out.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 LOCAL = "local[2]"
-BATCHES = 8
+BATCHES = 6
 START_S = 120.0
 
 
@@ -96,7 +96,7 @@ def test_a_jobs_file_is_a_program_for_a_cluster(
     with zipfile.ZipFile(two_workers.package) as package:
         package.extract("mqlayer/spark/jobs/audit.py", tmp_path)
     job = tmp_path / "mqlayer" / "spark" / "jobs" / "audit.py"
-    (found,) = two_workers.run(job, "--snapshot", "s", "--out", tmp_path / "found", dsn=filled.dsn, plain=True)
+    (found,) = two_workers.run(job, "--snapshot", "s", "--out", tmp_path / "found", dsn=filled.dsn)
     assert (found["verdict"], found["records"]) == ("clean", BATCHES * 42)
     assert list((tmp_path / "found" / "audit" / "chains").glob("*.parquet"))
 
