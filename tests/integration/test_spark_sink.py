@@ -173,9 +173,10 @@ def end(program: subprocess.Popen[bytes]) -> None:
 @pytest.fixture(scope="session")
 def streaming(spark: Any) -> Any:
     """The session, which has begun to listen for what streams ask of this process: those threads are no test's."""
-    from pyspark.java_gateway import ensure_callback_server_started
+    from pyspark import java_gateway
 
-    ensure_callback_server_started(spark.sparkContext._gateway)
+    listen: Any = java_gateway.ensure_callback_server_started
+    listen(spark.sparkContext._gateway)
     return spark
 
 
@@ -249,8 +250,7 @@ def test_the_page_s_example_publishes_what_it_reads(
         archive = ArchivedTopics(world.dsn, connection, world.database)
         archive.put("a", "b", None, "a", body=b"four")
 
-        words = [sys.executable, "-c", block]
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2_000:]
         first = published(world.dsn)
         assert {key: len(bodies) for key, bodies in first.items()} == {"a": 2, "b": 1}
