@@ -96,7 +96,7 @@ def auditing(spark: SparkCluster, system: System, batches: int) -> Iterator[Driv
     """Have a driver in local mode audit until the block ends; one audit is over as it begins."""
     acts = ["audit"] * MANY
     driver = spark.submit(
-        DRIVER, "beside", str(TASKS), str(batches), "none", *acts,
+        DRIVER, "beside", str(TASKS), str(batches), "none", "0", *acts,
         dsn=system.dsn, master="local[2]", settings=MEMORY["local"] | {"spark.sql.shuffle.partitions": str(TASKS)},
     )  # fmt: skip
     ended = threading.Event()

@@ -201,7 +201,7 @@ def through_fence(system: System, passed: Callable[[int], None]) -> None:
             lps = [lp_of(key.encode()) for key in keys]
             seqs, ones = [*range(first + 1, first + BATCH + 1)], [1] * BATCH
             connection.execute(
-                "SELECT mqlayer_app.fence_many_v1"
+                "SELECT mqlayer_app.fence_many_v2"
                 "(%s, %s::smallint[], %s::bigint[], %s, %s::bigint[], %s::bigint[], %s)",
                 (group.group_id, lps, ones, keys, seqs, ones, [0] * BATCH),
             )

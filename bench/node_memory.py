@@ -209,7 +209,7 @@ def fence(session: Session, group: int) -> None:
     ones, lps = [1] * COUNT, [lp_of(key.encode()) for key in keys]
     session.execute("SELECT mqlayer_app.fence_raise_v1(%s, 0::smallint, 1024::smallint, 1)", (group,))
     session.execute(
-        "SELECT mqlayer_app.fence_many_v1(%s, %s::smallint[], %s::bigint[], %s, %s::bigint[], %s::bigint[], %s)",
+        "SELECT mqlayer_app.fence_many_v2(%s, %s::smallint[], %s::bigint[], %s, %s::bigint[], %s::bigint[], %s)",
         (group, lps, ones, keys, [*NUMBERS], ones, [0] * COUNT),
     )
 

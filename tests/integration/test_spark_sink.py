@@ -25,6 +25,7 @@ from tests.proof.world import World
 
 import_or_leave_out("pyspark")
 
+PROGRAM = Path(__file__).parents[1] / "fixtures" / "sink_program.py"
 KEYS = [f"key-{number}" for number in range(40)]
 # A session begins within seconds, or within minutes of a machine that others keep busy.
 RUN_S = 300.0
@@ -99,26 +100,11 @@ def test_what_can_t_be_published_is_refused(spark: Any, world: World) -> None:
     assert published(world.dsn) == {}
 
 
-PROGRAM = """
-import json, sys
-import mqlayer.spark
-
-source, checkpoint, settings = sys.argv[1:]
-spark = mqlayer.spark.session("sink", master="local[1]", **json.loads(settings))
-publish = mqlayer.spark.publish_batches("orders", order_by=["n"])
-stream = spark.readStream.schema("key string, n int, body string").option("maxFilesPerTrigger", "1").json(source)
-query = (
-    stream.writeStream.foreachBatch(publish).option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
-)
-query.awaitTermination()
-"""
-
-
 class Stream:
-    """A program that publishes files of rows, each a micro-batch."""
+    """Files of rows, each a micro-batch, that a program publishes, or the session that tests share."""
 
-    def __init__(self, folder: Path, dsn: str, python: Path) -> None:
-        self.dsn, self._folder, self._python = dsn, folder, python
+    def __init__(self, folder: Path, dsn: str, python: Path, spark: Any) -> None:
+        self.dsn, self._folder, self._python, self._spark = dsn, folder, python, spark
         (folder / "source").mkdir()
         self.batches = 0
 
@@ -130,7 +116,14 @@ class Stream:
         os.utime(path, (1_700_000_000 + self.batches,) * 2)
         self.batches += 1
 
-    def start(self, failpoints: str = "") -> subprocess.Popen[bytes]:
+    def publish(self) -> None:
+        """Publish what is new in the session that is there: another one takes seconds to start."""
+        from tests.fixtures.sink_program import publish_files
+
+        publish_files(self._spark, *self._places, dsn=self.dsn)
+
+    def start(self, failpoints: str) -> subprocess.Popen[bytes]:
+        """Start the program: failpoints kill it."""
         settings = {key.replace(".", "__"): value for key, value in (SETTINGS | QUICK_QUERIES).items()}
         settings |= {
             "spark__pyspark__python": str(self._python),
@@ -140,13 +133,16 @@ class Stream:
             "MQLAYER_DSN": self.dsn, "MQLAYER_ALLOW_FAILPOINTS": "1", "MQLAYER_FAILPOINTS": failpoints,
             "PYSPARK_PYTHON": str(self._python),
         }  # fmt: skip
-        words = [sys.executable, "-c", PROGRAM, str(self._folder / "source"), str(self._folder / "checkpoint")]
         return subprocess.Popen(
-            [*words, json.dumps(settings)], env=environment, start_new_session=True,
+            [sys.executable, PROGRAM, *self._places, json.dumps(settings)], env=environment, start_new_session=True,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
-    def run(self, failpoints: str = "") -> int:
+    @property
+    def _places(self) -> tuple[str, str]:
+        return str(self._folder / "source"), str(self._folder / "checkpoint")
+
+    def run(self, failpoints: str) -> int:
         """Run it to its end; what of it outlives its driver ends too."""
         program = self.start(failpoints)
         try:
@@ -174,12 +170,22 @@ def end(program: subprocess.Popen[bytes]) -> None:
     program.wait(10)
 
 
+@pytest.fixture(scope="session")
+def streaming(spark: Any) -> Any:
+    """The session, which has begun to listen for what streams ask of this process: those threads are no test's."""
+    from pyspark import java_gateway
+
+    listen: Any = java_gateway.ensure_callback_server_started
+    listen(spark.sparkContext._gateway)
+    return spark
+
+
 @pytest.fixture
-def stream(world: World, spark_python: Path, tmp_path: Path) -> Stream:
+def stream(world: World, spark_python: Path, streaming: Any, tmp_path: Path) -> Stream:
     """The first batch is published: failpoints count in a process, and Spark may take another one for the next."""
-    made = Stream(tmp_path, world.dsn, spark_python)
+    made = Stream(tmp_path, world.dsn, spark_python, streaming)
     made.add()
-    assert made.run() == 0
+    made.publish()
     made.add()
     return made
 
@@ -203,7 +209,7 @@ def test_a_kill_costs_no_row_and_repeats_none(stream: Stream, failpoints: str) -
     assert stream.run(failpoints) != 0
     assert sum(map(len, published(stream.dsn).values())) < len(KEYS) * 6 or "_mark" in failpoints
     stream.add()
-    assert stream.run() == 0
+    stream.publish()
     assert published(stream.dsn) == expected(3)
 
 
@@ -216,18 +222,19 @@ def test_a_machine_lost_in_the_middle_of_a_batch_costs_no_row(stream: Stream, tm
     finally:
         end(program)
     assert 0 < stream.positions()[1] < PARTS
-    assert stream.run() == 0
+    stream.publish()
     assert published(stream.dsn) == expected(2)
-    assert stream.run() == 0, "nothing is left to do"
+    # Nothing is left to do.
+    stream.publish()
     assert published(stream.dsn) == expected(2)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(4 * RUN_S)
 def test_the_page_s_example_publishes_what_it_reads(
-    world: World, spark_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, spark_python: Path, streaming: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its second run finds nothing new, its third what came since."""
+    """Its second run, in the session that is there, publishes what came since, and nothing again."""
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "publish-from-spark.md").read_text("utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     words = " ".join(f"--conf {name}={value}" for name, value in (SETTINGS | QUICK_QUERIES).items() if "=" not in value)
@@ -243,15 +250,12 @@ def test_the_page_s_example_publishes_what_it_reads(
         archive = ArchivedTopics(world.dsn, connection, world.database)
         archive.put("a", "b", None, "a", body=b"four")
 
-        def run() -> dict[str, list[str]]:
-            words = [sys.executable, "-c", block]
-            done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr[-2_000:]
-            return published(world.dsn)
-
-        first = run()
+        done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2_000:]
+        first = published(world.dsn)
         assert {key: len(bodies) for key, bodies in first.items()} == {"a": 2, "b": 1}
-        assert run() == first
         archive.put("a", body=b"later")
-        found = run()
+        # Spark's files are where its process began.
+        exec(block.replace("checkpoints/sizes", str(tmp_path / "checkpoints" / "sizes")), {})
+        found = published(world.dsn)
         assert [json.loads(body)["bytes"] for body in found["a"]] == [4, 4, 5]
