@@ -209,8 +209,8 @@ def test_members_of_two_releases_share_a_group_until_the_older_ones_are_drained(
         mixed.await_more()
         assert [step.name for step in migrate(mixed.scene.settings.control_dsn())] == [
             "expand_producer_topics", "expand_pop_key_classes", "expand_durability", "expand_analytics_schedules",
-            "expand_relay_place", "expand_outbox_replica_identity", "expand_fence_walk",
-            "expand_publish_place", "expand_fence_batches",
+            "expand_lake", "expand_parked_messages_end", "expand_relay_place",
+            "expand_outbox_replica_identity", "expand_fence_walk", "expand_publish_place", "expand_fence_batches",
         ]  # fmt: skip
         new = mixed.member("new-1")
         new_relay = mixed.start("new-relay", "relay")
