@@ -202,6 +202,9 @@ def _end(spark: SparkSession) -> None:
     # Else the Java process outlives the session until this process ends.
     gateway: Any = spark.sparkContext._gateway  # noqa: SLF001 - there is no public way to the process
     spark.stop()
+    if gateway.proc is None:
+        # Under spark-submit, Java started this process, and ends after it.
+        return
     gateway.shutdown()
     gateway.proc.stdin.close()
     gateway.proc.wait()
