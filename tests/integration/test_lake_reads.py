@@ -66,7 +66,7 @@ def rows_of(batches: Any) -> list[str]:
     rows = [row for batch in batches for row in (batch if isinstance(batch, list) else batch.to_pylist())]
     for row in rows:
         if row.get("headers") is not None:
-            row["headers"] = dict(row["headers"])
+            row["headers"] = dict(sorted(dict(row["headers"]).items()))
         for name, value in row.items():
             if isinstance(value, dt.datetime):
                 row[name] = (value - EPOCH) // dt.timedelta(microseconds=1)
