@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import signal
 import uuid
@@ -9,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mqlayer.archive.lake import export_archive, verify_export
+from mqlayer.archive import create_snapshot, retain, set_keep_until_exported
+from mqlayer.archive.lake import export_archive, lake_statuses, read_snapshot, verify_export
 from mqlayer.archive.lake.tables import LakeTable
 from mqlayer.errors import Conflict, TransactionConflict
 from tests.fixtures.archived import ArchivedTopics
@@ -50,6 +52,31 @@ def fill(archived: ArchivedTopics) -> None:
     for _ in range(2):
         archived.put("a", "b", "a", outcomes=True)
         archived.put("ä/ö", None, source=2)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("store")
+def test_exports_to_a_store_are_as_those_to_a_directory(
+    archived: ArchivedTopics, lake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one, increments, compaction, verifying, reading across days that Postgres dropped."""
+    runtime = runtime_of(archived.database)
+    archived.put("a", "b", age_days=40)
+    assert export_archive(runtime, lake).total == 2
+    fill(archived)
+    assert export_archive(runtime, lake).total == 10
+    fill(archived)
+    monkeypatch.setattr("mqlayer.archive.lake.tables.SMALL_FILES", 2)
+    assert export_archive(runtime, lake).compacted > 0
+    create_snapshot(runtime, "s")
+    before = sorted(str(row) for batch in read_snapshot(archived.database, "s") for row in batch.to_pylist())
+    set_keep_until_exported(runtime, "orders", keep=True)
+    assert [day.result for day in retain(runtime, older_than=dt.timedelta(days=30))] == ["unexported"]
+    verify_export(runtime, lake, whole=True)
+    assert [day.result for day in retain(runtime, older_than=dt.timedelta(days=30))] == ["dropped"]
+    across = [row for batch in read_snapshot(archived.database, "s", export=lake) for row in batch.to_pylist()]
+    assert sorted(map(str, across)) == before
+    assert [(one.location, one.batches_behind) for one in lake_statuses(archived.database)] == [(lake, 0)]
 
 
 @pytest.mark.full
