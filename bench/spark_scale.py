@@ -44,7 +44,7 @@ WARM_ROWS: Final = 200_000
 """Read by each act before, which does not count."""
 COMPUTED: Final = 100_000_000
 ROW_BYTES: Final = {"archive": 420, "export": 300, "sorted": 200}
-FREE_BYTES: Final = 4 << 30
+FREE_BYTES: Final = 8 << 30
 """Left free for others."""
 
 
