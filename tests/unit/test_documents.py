@@ -32,6 +32,7 @@ PAGES: Final = [
     *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+MERGE_MARK: Final = re.compile(r"^(<{7} |>{7} |={7}$)", re.MULTILINE)
 BLOCK: Final = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 INLINE: Final = re.compile(r"`([^`\n]+)`")
 PATH: Final = re.compile(r"(?:(?:tests|unit|property|integration|chaos|proof|fixtures|bench|sql|lua)/)[\w/.]+")
@@ -152,6 +153,13 @@ def test_every_test_and_module_that_a_page_names_is_there() -> None:
         return missing + [text for text in modules if not any(has_source(at / text) for at in places)]
 
     assert by_page(missing) == {}
+
+
+def test_no_page_and_no_statement_keeps_the_marks_of_a_merge() -> None:
+    """Of code, Python and Lua themselves say so."""
+    texts = [*MARKDOWN, *(path for top in ("sql", "lua") for path in sorted((ROOT / top).rglob("*.*")))]
+    marked = [page_id(path) for path in texts if MERGE_MARK.search(path.read_text("utf-8"))]
+    assert marked == []
 
 
 def test_the_overview_stays_one() -> None:
