@@ -58,7 +58,8 @@ def contents_of(
     last_seqs: Mapping[ChainKey, int],
 ) -> Contents:
     """Return the contents; bodies are read once."""
-    rows = transforms.hashed(records).persist(StorageLevel.MEMORY_AND_DISK)
+    # Not in memory: Java's heap has to hold the blocks that are made.
+    rows = transforms.hashed(records).persist(StorageLevel.DISK_ONLY)
     try:
         found = rows_of(order.totals(order.chains(order.audited(rows, lineage, cut))), "topic")
         counts = {name: sum(topic[name] for topic in found) for name in ("inversions", "gaps", "duplicates")}

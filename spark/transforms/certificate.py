@@ -13,9 +13,9 @@ NUMBERS: Final = ("source", "lp", "seq", "version", "partition", "offset", "batc
 
 
 def hashed(records: DataFrame) -> DataFrame:
-    """Return places, days and hashes of whole records, without bodies."""
+    """Return places, days and hashes of whole records as 32 bytes, without bodies."""
     day = F.floor(F.unix_micros("archived_at") / F.lit(DAY_US)).cast("int")
-    return records.select(*PLACE_COLUMNS, day.alias("day"), record_hash().alias("hash"))
+    return records.select(*PLACE_COLUMNS, day.alias("day"), F.unhex(record_hash()).alias("hash"))
 
 
 def record_hash() -> Column:
@@ -63,7 +63,8 @@ def blocks(rows: DataFrame, size: int, ends: DataFrame | None = None) -> DataFra
 
 
 def _joined(members: Column) -> Column:
-    return F.sha2(F.array_join(members["hash"], "").cast("binary"), 256)
+    digits = F.transform(members["hash"], lambda one: F.lower(F.hex(one)))
+    return F.sha2(F.array_join(digits, "").cast("binary"), 256)
 
 
 def _field(value: Column) -> Column:
