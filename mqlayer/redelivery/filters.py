@@ -110,8 +110,8 @@ class DeadFilter:
 class ReplayFilter:
     """Filter of archived records; None matches all.
 
-    `since`, `until`: publish time by publishers' clocks, with a zone. `snapshot`: its name. `export`: where an
-    export of dropped batches is.
+    `since`, `until`: publish time by publishers' clocks, with a zone. `snapshot`: its name. `export`: of
+    dropped batches.
     """
 
     key: str | None = None

@@ -13,7 +13,7 @@ NUMBERS: Final = ("source", "lp", "seq", "version", "partition", "offset", "batc
 
 
 def hashed(records: DataFrame) -> DataFrame:
-    """Return places, days and hashes of whole records as 32 bytes, without bodies."""
+    """Return places, days and hashes of whole records."""
     day = F.floor(F.unix_micros("archived_at") / F.lit(DAY_US)).cast("int")
     return records.select(*PLACE_COLUMNS, day.alias("day"), F.unhex(record_hash()).alias("hash"))
 
