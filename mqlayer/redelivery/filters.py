@@ -110,8 +110,8 @@ class DeadFilter:
 class ReplayFilter:
     """Filter of archived records; None matches all.
 
-    `since`, `until`: publish time by publishers' clocks, with a zone. `snapshot`: its name. `export`: of
-    dropped batches.
+    `since`, `until`: publish time by publishers' clocks, with a zone. `snapshot`: its name. `export`: where
+    dropped batches are.
     """
 
     key: str | None = None
