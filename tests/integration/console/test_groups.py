@@ -54,9 +54,7 @@ def grouped(world: World, name: str = "ledger", **settings: Any) -> None:
 def test_groups_show_what_is_wrong_first_and_a_group_shows_why(world: World, browser: TestClient) -> None:
     assert "There is no group yet" in text_of(browser, "/groups")
     grouped(world)
-    sample(world, "topic", 1, "stored", [30, 30, 90])
-    sample(world, "group", 1, "lag", [30, 30, 40])
-    sample(world, "group", 1, "oldest_s", [60, 300, 4000])
+    sample(world, topic={"stored": [30, 30, 90]}, group={"lag": [30, 30, 40], "oldest_s": [60, 300, 4000]})
     page = text_of(browser, "/groups")
     assert page.count('<a href="/groups/orders/ledger">') == 2, "in trouble, and in the list"
     numbers = re.findall(r'class="number">([^<]*)</td>', page)
@@ -132,7 +130,7 @@ def test_a_dead_node_is_the_first_thing_that_a_group_tells(
     world: World, browser: TestClient, node: RedisServer
 ) -> None:
     grouped(world)
-    sample(world, "group", 1, "lag", [0, 0])
+    sample(world, group={"lag": [0, 0]})
     node.kill()
     told = words(text_of(browser, GROUP))
     assert "node not reachable node-1" in told
@@ -145,7 +143,7 @@ def test_a_dead_node_is_the_first_thing_that_a_group_tells(
     assert "nothing is wrong" not in told
     assert "node-1 can't be used now" in html.unescape(told)
     assert told.count("node away unknown unknown") == 2, "in trouble, and in the list"
-    sample(world, "group", 1, "lag", [7])
+    sample(world, group={"lag": [7]})
     assert words(text_of(browser, "/groups")).count("at least 7") == 2
     said = words(text_of(browser, f"{GROUP}/partitions/1"))
     assert "Nothing of this partition can be read or settled" in said

@@ -73,7 +73,7 @@ def test_a_node_shows_its_partitions_and_curves_and_is_armed_again_by_an_operato
     world: World, browser: TestClient, node: RedisServer
 ) -> None:
     assert "no sample was taken in this time" in text_of(browser, "/nodes/node-1")
-    sample(world, "node", 1, "memory_bytes", [1_000_000, 2_000_000])
+    sample(world, node={"memory_bytes": [1_000_000, 2_000_000]})
     said = words(text_of(browser, "/nodes/node-1", last="hour"))
     assert "memory: 2.0 MB at the end" in said
     assert "0 to 1023" in said

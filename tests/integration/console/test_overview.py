@@ -45,7 +45,7 @@ def test_a_system_without_a_problem_says_so_and_a_dead_node_comes_first(
 ) -> None:
     # The database is a copy of one that may be minutes old: jobs that never ran would be late.
     world.rows("UPDATE mqlayer.migration SET at = now()")
-    sample(world, "topic", 1, "stored", [0, 120])
+    sample(world, topic={"stored": [0, 120]})
     with world.relay():
         page = wait_until(
             lambda: page if "No problem is known" in (page := words(text_of(browser, "/"))) else "", what="all is well"

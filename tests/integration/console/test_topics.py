@@ -39,9 +39,7 @@ def test_without_topics_the_list_says_how_to_create_one(browser: TestClient) -> 
 
 @pytest.mark.world(partitions=2, relayed=20)
 def test_topics_show_rates_of_samples_and_pages_hold_fifty(world: World, browser: TestClient) -> None:
-    sample(world, "topic", 1, "stored", [100, 160, 220])
-    sample(world, "topic", 1, "committed", [100, 160, 225])
-    sample(world, "topic", 1, "relayed", [100, 160, 220])
+    sample(world, topic={"stored": [100, 160, 220], "committed": [100, 160, 225], "relayed": [100, 160, 220]})
     page = text_of(browser, "/topics")
     row = re.search(r"<tr> <td[^>]*><a href=\"/topics/orders\">.*?</tr>", page)
     assert row is not None
@@ -76,7 +74,7 @@ def test_a_topic_shows_its_automatic_routes_and_their_last_decisions(world: Worl
 
 @pytest.mark.world(partitions=2, relayed=20)
 def test_a_topic_shows_settings_curves_and_the_heat_of_its_partitions(world: World, browser: TestClient) -> None:
-    sample(world, "topic", 1, "stored", [100, 160, 280])
+    sample(world, topic={"stored": [100, 160, 280]})
     first = text_of(browser, "/topics/orders")
     assert "strict: order per key" in first
     assert "No group consumes this topic" in first
