@@ -22,6 +22,7 @@ EFFECTS: Final[Mapping[str, str]] = {
     "MqlayerSamplesMissing": "Curves have a hole, and rates are unknown.",
     "MqlayerLeasesLost": "Others take over their partitions; messages in hand come again.",
     "MqlayerArchiveGap": "Nothing behind the gap is archived or trimmed, so nodes fill up.",
+    "MqlayerExportLate": "Retention keeps the days that it lacks, where it waits for exports.",
     "MqlayerScheduleFaults": "The snapshot's records are not as they must be, or handlers' effects differ.",
     "MqlayerScheduleFailed": "Its snapshot is not looked at until the next run.",
     "MqlayerScheduleLate": "No snapshot is made and looked at meanwhile.",
@@ -54,6 +55,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "MqlayerVersionsOverdue": "mqlayer versions gaps",
     "MqlayerArchiveGap": "mqlayer archive gaps {topic}",
     "MqlayerArchiveLate": "mqlayer archive status",
+    "MqlayerExportLate": "mqlayer archive exports",
     "MqlayerKeysParked": "mqlayer parked list {topic} {group}",
     "MqlayerPaused": "mqlayer group resume {topic} {group}",
 }

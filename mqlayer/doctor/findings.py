@@ -57,7 +57,7 @@ class CheckLimits:
     """Delay of parked keys that are due."""
     archive_s: float = ALERTS["MqlayerArchiveLate"].above
     """Time since an archiver was at a topic's end."""
-    export_s: float = 2 * 86_400.0
+    export_s: float = ALERTS["MqlayerExportLate"].above
     """Time since an export got the last batches, where it lacks some."""
     schedule_s: float = ALERTS["MqlayerScheduleLate"].above
     """Time for which a schedule may be due without a run."""

@@ -148,6 +148,11 @@ _ALL: Final = (
         "Does Celery's worker run, and has the archive's disk room?", above=300, for_s=300,
     ),
     Alert(
+        "MqlayerExportLate", "warning", "An export of the archive is late",
+        "Does its schedule run, or has an export by hand an error: mqlayer archive export --to PATH. One that ended is "
+        "forgotten by mqlayer archive forget-export PATH.", above=2 * 86_400,
+    ),
+    Alert(
         "MqlayerScheduleFaults", "critical", "A scheduled job found faults",
         "mqlayer analytics schedule runs NAME names the job and the snapshot; the job by hand on that snapshot names "
         "the records.",

@@ -16,6 +16,7 @@ from mqlayer.archive.lake.tables import LakeTable
 from mqlayer.archive.parquet_export import export_snapshot
 from mqlayer.doctor import diagnose
 from mqlayer.doctor.findings import CheckStatus
+from mqlayer.doctor.health import system_health
 from mqlayer.errors import ArchiveBroken, Conflict, InvalidInput, NotFound
 from mqlayer.exporter.samples import control_samples
 from mqlayer.settings import Settings
@@ -285,7 +286,7 @@ def test_retention_waits_for_a_verified_export_and_then_drops_days_under_snapsho
     assert not set_keep_until_exported(runtime, "orders", keep=True)
 
 
-def test_a_late_export_is_told_by_the_doctor_and_the_exporter(archived: ArchivedTopics, tmp_path: Path) -> None:
+def test_a_late_export_is_told_by_the_doctor_the_exporter_and_the_console(archived: ArchivedTopics, tmp_path: Path) -> None:
     runtime, lake = runtime_of(archived.database), str(tmp_path / "lake")
 
     def told() -> tuple[CheckStatus, str, list[tuple[float, dict[str, str]]]]:
@@ -303,6 +304,9 @@ def test_a_late_export_is_told_by_the_doctor_and_the_exporter(archived: Archived
     verdict, seen, samples = told()
     assert (verdict, samples) == (CheckStatus.WARNING, [(49, labels)])
     assert f"at {lake} lacks 2 batches" in seen
+    (late,) = [one for one in system_health(runtime).problems if one.alert.name == "MqlayerExportLate"]
+    assert (late.topic, late.item) == ("orders", lake)
+    assert (late.text, late.command) == (f"The export at {lake} lacks 2 batches, since 2 d", "mqlayer archive exports")
     export_archive(runtime, lake)
     assert told()[0] is CheckStatus.OK
 
