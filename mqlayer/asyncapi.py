@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Mapping
 from types import UnionType
 from typing import Any, Final, Union, get_args, get_origin
-from urllib.parse import urlsplit
 
 from mqlayer.consuming import App
 from mqlayer.consuming.api.app import Consumer
@@ -164,5 +163,6 @@ def _postgres_servers(dsn: str) -> AsyncApi:
 
 
 def _node_server(node: Node) -> AsyncApi:
-    parts = urlsplit(node.address)
-    return {"host": parts.netloc, "protocol": parts.scheme, "description": "A node: it has partitions of topics."}
+    protocol, _, place = node.address.partition("://")
+    host = place.partition("/")[0]
+    return {"host": host, "protocol": protocol, "description": "A node: it has partitions of topics."}

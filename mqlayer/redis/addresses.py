@@ -15,9 +15,10 @@ credentials; the broker's may.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
 import redis
 import redis.sentinel
@@ -90,7 +91,7 @@ def is_cluster_url(url: str) -> bool:
 
 def shard_url(url: str, host: Host) -> str:
     """Return the URL of one server of a cluster, with the cluster's options."""
-    parts = urlsplit(url)
+    parts = _split(url)
     credentials = parts.netloc.rpartition("@")[0]
     before = f"{credentials}@" if credentials else ""
     query = f"?{parts.query}" if parts.query else ""
@@ -133,7 +134,7 @@ def _is_clear_broker(url: str) -> bool:
 
 
 def _place(url: str) -> str:
-    parts = urlsplit(url)
+    parts = _split(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
@@ -150,7 +151,7 @@ def _parsed(url: str) -> Address | None:
 
 
 def _is_clear(url: str) -> bool:
-    parts = urlsplit(url)
+    parts = _split(url)
     if "#" in url or "@" in parts.path + parts.query or parts.netloc.count("@") > 1:
         return False
     if parts.query and not parse_qsl(parts.query, strict_parsing=True, keep_blank_values=True):
@@ -159,7 +160,7 @@ def _is_clear(url: str) -> bool:
 
 
 def _secrets_in(url: str) -> Iterator[str]:
-    parts = urlsplit(url)
+    parts = _split(url)
     login = parts.netloc.rpartition("@")[0]
     yield unquote(login.partition(":")[2])
     yield from (value for name, value in parse_qsl(parts.query) if "password" in name)
@@ -167,7 +168,8 @@ def _secrets_in(url: str) -> Iterator[str]:
 
 def refuse_secrets(url: str) -> None:
     """Raise InvalidInput for credentials or unverified TLS in a node's URL."""
-    parts, named = urlsplit(url), [name for name, _ in parse_qsl(urlsplit(url).query, keep_blank_values=True)]
+    parts = _split(url)
+    named = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
     if "@" in parts.netloc or SECRET_OPTIONS & set(named):
         raise InvalidInput(
             "a node's URL is an address and stands in Postgres for every process to read: give it without user and "
@@ -292,8 +294,15 @@ def _drop_credentials(options: dict[str, Any]) -> bool:
     return any(dropped)
 
 
+def _split(url: str) -> SplitResult:
+    # Later Pythons refuse several hosts one of which is in brackets.
+    scheme, mark, rest = url.partition("://")
+    hosts = re.split("[/?#]", rest, maxsplit=1)[0]
+    return urlsplit(f"{scheme}{mark}h{rest.removeprefix(hosts)}")._replace(netloc=hosts) if mark else urlsplit(url)
+
+
 def _parse(url: str) -> Address:
-    parts = urlsplit(url)
+    parts = _split(url)
     if parts.scheme in CLUSTER_SCHEMES:
         return _parse_cluster(url)
     if parts.scheme not in SCHEMES:
@@ -310,7 +319,7 @@ def _parse(url: str) -> Address:
 
 
 def _parse_cluster(url: str) -> Address:
-    parts = urlsplit(url)
+    parts = _split(url)
     if parts.path.strip("/") not in ("", "0"):
         # A cluster has one database.
         raise ValueError(url)

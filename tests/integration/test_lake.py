@@ -286,7 +286,9 @@ def test_retention_waits_for_a_verified_export_and_then_drops_days_under_snapsho
     assert not set_keep_until_exported(runtime, "orders", keep=True)
 
 
-def test_a_late_export_is_told_by_the_doctor_the_exporter_and_the_console(archived: ArchivedTopics, tmp_path: Path) -> None:
+def test_a_late_export_is_told_by_the_doctor_the_exporter_and_the_console(
+    archived: ArchivedTopics, tmp_path: Path
+) -> None:
     runtime, lake = runtime_of(archived.database), str(tmp_path / "lake")
 
     def told() -> tuple[CheckStatus, str, list[tuple[float, dict[str, str]]]]:

@@ -28,6 +28,14 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
         "tests/integration/test_shared.py",
         "tests/chaos/test_consumer_kills.py",
     ),
+    "producers": (
+        "tests/integration/test_async_producer.py",
+        "tests/integration/test_first_producers.py",
+        "tests/integration/test_producer.py",
+        "tests/integration/test_producer_faults.py",
+        "tests/integration/test_producer_kills.py",
+        "tests/integration/test_producer_routes.py",
+    ),
     "relay": (
         "tests/integration/test_outbox_psycopg.py",
         "tests/integration/test_relay.py",
@@ -78,10 +86,10 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
 LEFT_OUT_OF_UNIT: Final = ("tests/unit/test_models.py", "tests/unit/test_pyright.py", "tests/unit/test_report_page.py")
 """They look at no server and no Python: they search models, check types, and draw a page of Spark."""
 
-EVERYWHERE: Final = ("consumers", "relay", "routes", "fail-over", "archive")
+EVERYWHERE: Final = ("consumers", "producers", "relay", "routes", "fail-over", "archive")
 ON_REDIS: Final = ("scripts", *EVERYWHERE, "users")
 ON_POSTGRES: Final = (*EVERYWHERE, "schema")
-ON_PYTHON: Final = ("unit", "scripts", "consumers", "relay", "users")
+ON_PYTHON: Final = ("unit", "scripts", "consumers", "producers", "relay", "users")
 
 
 @dataclass(frozen=True, slots=True)

@@ -304,11 +304,13 @@ def test_a_half_moved_slot_serves_nothing_and_loses_nothing(
     refused: list[MqlayerError] = []
 
     def try_one() -> None:
-        with closing(Producer(stage.settings(), name="q")) as producer:
-            try:
-                producer.send("orders", key=key, body=b"100", timeout_s=0.3)
-            except MqlayerError as error:
-                refused.append(error)
+        producer = Producer(stage.settings(), name="q")
+        try:
+            producer.send("orders", key=key, body=b"100", timeout_s=0.3)
+        except MqlayerError as error:
+            refused.append(error)
+        finally:
+            producer.close(timeout_s=0.3)
 
     cluster.move_slot(slot_of(partition), target, between=try_one)
     assert refused
