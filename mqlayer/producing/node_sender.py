@@ -253,15 +253,12 @@ class NodeSender(Service):
                 raise
 
     def _serve(self) -> None:
-        while not self._stopping.is_set() and not self._pauses() and self._connected():
+        # A node that takes connections may still refuse each append.
+        while not (self._stopping.is_set() or self.queue.is_unreachable(time.monotonic())) and self._connected():
             self.push()
             if not self._unanswered:
                 return
             self.pull()
-
-    def _pauses(self) -> bool:
-        # A node that takes connections may still refuse each append.
-        return self.queue.is_unreachable(time.monotonic())
 
     def _connected(self) -> bool:
         if self.good:

@@ -210,7 +210,7 @@ def test_a_promoted_asynchronous_standby_keeps_what_it_has_in_order_and_names_th
         wait_ready(shop, relay.health)
     bills = shop.bills()
     lost = shop.acknowledged - set(bills)
-    assert len(lost) >= 20
+    assert len(lost) > 10, "all but those that were under way when the connection was cut"
     with shop.world.relay():
         wait_until(lambda: {(key, number) for key, number in values(shop)} >= set(bills), what="all bills relayed")
     held = values(shop)
