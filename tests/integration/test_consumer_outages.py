@@ -6,7 +6,6 @@ import logging
 import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -493,11 +492,9 @@ def test_connections_that_are_cut_in_the_middle_of_reads_and_acks_cost_nothing(
 
 
 def direct_send(stage: Stage, redis_url: str, *, first: int) -> None:
-    """Send past the proxy, so that only consumers suffer."""
-    proxied = stage._node
-    stage._node = replace(proxied, url=redis_url)
-    stage.send_numbers(keys=10, each=20, first=first)
-    stage._node = proxied
+    """Send 200 messages past the proxy."""
+    with stage.sending_to(redis_url):
+        stage.send_numbers(keys=10, each=20, first=first)
 
 
 @as_consumer

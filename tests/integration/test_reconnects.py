@@ -1,4 +1,4 @@
-"""Nodes that take connections and refuse what is sent on them: whoever uses them pauses longer each time."""
+"""A node accepts connections and breaks each of them at the first large message: its clients pause longer each time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Final
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -74,20 +72,18 @@ def receiving(stage: Stage, proxy: TcpProxy, url: str) -> Iterator[None]:
         proxy.cut_after(server_bytes=PASSING_BYTES, times=10_000)
         send_directly(stage, url, LARGE)
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(receiver.receive, 1, wait_s=WATCHED_S)
+            waiting, found = pool.submit(receiver.receive, 1, wait_s=20), None
             yield
+            proxy.heal()
             with contextlib.suppress(StoreUnavailable):
-                assert not waiting.result()
-        proxy.heal()
-        assert [one.body for one in receiver.receive(1, wait_s=10)] == [LARGE]
+                found = waiting.result()
+        assert [one.body for one in found or receiver.receive(1, wait_s=10)] == [LARGE]
 
 
 def send_directly(stage: Stage, url: str, body: bytes) -> None:
     """Send past the proxy."""
-    proxied = stage._node
-    stage._node = replace(proxied, url=url)
-    stage.send([("k", body)])
-    stage._node = proxied
+    with stage.sending_to(url):
+        stage.send([("k", body)])
 
 
 KINDS: Final[dict[str, Callable[[Stage, TcpProxy, str], AbstractContextManager[None]]]] = {
@@ -100,18 +96,16 @@ KINDS: Final[dict[str, Callable[[Stage, TcpProxy, str], AbstractContextManager[N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_pauses_longer_after_each_failure(start_stage: StartStage, redis_url: str, kind: str) -> None:
+def test_each_pauses_longer_after_each_failure(
+    start_stage: StartStage, redis_url: str, proxy: TcpProxy, kind: str
+) -> None:
     """A slot that moves, or a reply that no connection survives: hundreds of connections a second would keep it so."""
-    with TcpProxy(*host_of(redis_url)) as proxy:
-        stage = start_stage(f"redis://127.0.0.1:{proxy.port}/0")
-        with KINDS[kind](stage, proxy, redis_url):
-            before, began = proxy.accepted_count, awake_s()
-            wait_until(lambda: awake_s() - began >= WATCHED_S, what="some tries")
-            assert 2 <= proxy.accepted_count - before <= MOST
-
-
-def host_of(url: str) -> tuple[str, int]:
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    assert parts.port is not None
-    return parts.hostname, parts.port
+    stage = start_stage(f"redis://127.0.0.1:{proxy.port}/0")
+    with KINDS[kind](stage, proxy, redis_url):
+        before, began = proxy.accepted_count, awake_s()
+        # Pauses are random: two tries may take longer.
+        wait_until(
+            lambda: awake_s() - began >= WATCHED_S and proxy.accepted_count - before >= 2,
+            timeout_s=20, what="some tries",
+        )  # fmt: skip
+        assert proxy.accepted_count - before <= MOST
