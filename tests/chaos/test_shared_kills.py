@@ -17,7 +17,7 @@ import pytest
 
 from mqlayer.redelivery import DeadFilter, reclaim_shared, start_redrive, work_on
 from mqlayer.redis.keys import pop_keys
-from mqlayer.routes import apply_change, plan_split, retire_partitions
+from mqlayer.routes import apply_change, plan_split
 from mqlayer.runtime.route_cache import load_route
 from tests.chaos.actors import GROUP
 from tests.fixtures.consumers import LEASE_S, Recorder, Stage
@@ -220,7 +220,7 @@ def test_a_kill_during_a_split_leaves_a_parent_that_the_next_member_drains(scene
     numbers = sorted([*numbers, *(str(COUNT + at) for at in range(COUNT))])
     assert killed.wait(20) == -9
     scene.start("second")
-    wait_until(lambda: retire_partitions(stage.runtime) == [parent], what="the parent is drained")
+    stage.wait_retired(parent)
     stage.wait_settled(GROUP)
     assert scene.sink() == numbers
 

@@ -28,7 +28,6 @@ from mqlayer.groups.retirement import forget_instances, forget_retired, retire_a
 from mqlayer.inspect import explain_key, group_statuses
 from mqlayer.maintenance import trim_pass
 from mqlayer.redelivery.key_pause import pause_key
-from mqlayer.routes import retire_partitions
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage, member_of
@@ -101,7 +100,7 @@ def test_every_instance_gets_every_message_in_order_over_a_split(stage: Stage) -
     wait_until(lambda: ones.count() == twos.count() == KEYS * 40, what="all messages of both", timeout_s=20)
     ones.assert_in_order()
     twos.assert_in_order()
-    wait_until(lambda: retire_partitions(stage.runtime), what="the parent to go")
+    stage.wait_retired(parent)
     assert states(stage) == {"cache": ("live", 0), "cache@web-1": ("live", 0), "cache@web-2": ("live", 0)}
 
 

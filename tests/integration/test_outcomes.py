@@ -498,8 +498,9 @@ def test_a_partition_is_not_dead_lettered_before_its_outcomes_are_archived(
     wait_until(lambda: told.rows(sql, old) == [(1,)], what="drained")
     archive_pass(stage.runtime)
     key = outcomes_key(stage.prefix, old, stage.group_id())
-    assert retire_partitions(stage.runtime) == ([] if stage.redis.xlen(key) else [old])
+    if stage.redis.xlen(key):
+        assert retire_partitions(stage.runtime) == []
     told.fetch()
-    assert retire_partitions(stage.runtime) in ([old], [])
+    stage.wait_retired(old)
     assert stage.redis.keys(f"{stage.prefix}:{{{old}}}:*") == [stage.keys(old).meta]
     assert len(told.final()) == 40

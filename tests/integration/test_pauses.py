@@ -24,7 +24,6 @@ from mqlayer.groups.pauses import (
 from mqlayer.inspect import explain_key, group_statuses
 from mqlayer.postgres.queries import query
 from mqlayer.redelivery import discard_parked, pause_key, release_all, release_parked, resume_key
-from mqlayer.routes import retire_partitions
 from tests.fixtures.commands import Commands
 from tests.fixtures.consumers import Recorder, Stage, member_of
 from tests.fixtures.failpoints import armed
@@ -149,7 +148,7 @@ def test_the_pause_of_a_partition_ends_with_it_and_can_be_taken_back_after_it(st
     wait_until(lambda: drained(stage, parent), what="the group is done with it")
     assert pause_partitions(runtime_of(stage.database, actor="ann"), stage.topic, "g", [parent]) == [parent]
     assert resting(stage) == 1
-    wait_until(lambda: retire_partitions(stage.runtime), what="it is deleted")
+    stage.wait_retired(parent)
     assert resting(stage) == 0
     assert resume_partitions(runtime_of(stage.database, actor="ann"), stage.topic, "g", [parent]) == [parent]
     with pytest.raises(NotFound):

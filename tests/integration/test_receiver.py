@@ -15,7 +15,7 @@ from mqlayer.groups import apply_seek, find_group, planned_seek, rebalance_group
 from mqlayer.groups.admin import pause_group, resume_group, set_group
 from mqlayer.inspect import explain_key, group_statuses
 from mqlayer.redis.keys import group_keys, partition_keys, pop_keys
-from mqlayer.routes import apply_change, plan_split, retire_partitions
+from mqlayer.routes import apply_change, plan_split
 from mqlayer.runtime.route_cache import RouteCache, load_route
 from mqlayer.topics.nodes import rearm_node
 from tests.fixtures.consumers import Stage, StartStage, migrated
@@ -564,8 +564,7 @@ def test_successors_are_given_out_when_their_parent_is_drained(one: Stage, recei
     assert find_group(one.database, one.topic, "g").version == 2
     # What was settled in the parent is settled for ever.
     a.ack(batch)
-    retired = retire_partitions(runtime_of(one.database, one.prefix))
-    assert retired == one.partitions
+    one.wait_retired(*one.partitions)
     parent = partition_keys(one.prefix, one.partitions[0])
     left = [parent.log, parent.marks, *group_keys(one.prefix, one.partitions[0], one.group_id())]
     assert one.redis.exists(*left, *pop_keys(one.prefix, one.partitions[0], one.group_id())) == 0

@@ -24,6 +24,7 @@ from tests.fixtures.user_sites import (
     PROGRAMS,
     Site,
     UserFiles,
+    armed_run,
     call_jobs_due,
     publish_through_the_outbox,
     site_on,
@@ -91,11 +92,11 @@ def test_every_process_does_its_work_as_its_own_user_and_is_refused_nothing(site
     assert site.refusals() == set()
 
     # A restart: who may not arm leaves it to a worker, and goes on when that did.
+    run = armed_run(database_dsn)
     site.server.restart()
     publish_through_the_outbox(database_dsn)
     before = len(site.log.read_text().splitlines())
-    call_jobs_due(database_dsn)
-    site.run(worker, "job", "rearm_nodes")
+    site.wait_armed_by_worker(database_dsn, run)
     site.run(RedisRole.PUBLISHER, "publish")
     wait_until(lambda: len(site.log.read_text().splitlines()) > before, timeout_s=30, what="the members go on")
     assert site.refusals() == set()

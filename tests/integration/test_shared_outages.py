@@ -165,7 +165,7 @@ def test_a_split_goes_on_while_a_message_of_the_parent_waits_and_ends_when_it_is
     assert retire_partitions(stage.runtime) == []
     stop_failing.set()
     wait_until(lambda: len(shared_member(app).owned()) == 3, what="the parent is drained")
-    assert retire_partitions(stage.runtime) == [parent]
+    stage.wait_retired(parent)
     stage.send([(key, b"3")])
     stage.wait_settled()
     assert sorted(recorder.bodies()) == [b"1", b"2", b"3", b"late"]

@@ -24,6 +24,7 @@ from tests.fixtures.user_sites import (
     PROGRAMS,
     Site,
     UserFiles,
+    armed_run,
     call_jobs_due,
     publish_through_the_outbox,
     site_on,
@@ -97,9 +98,11 @@ def test_every_process_does_its_work_as_its_own_user_and_is_refused_nothing(
     assert site.refusals() == set()
 
     # A shard fails over: who may not arm leaves it to a worker, and goes on when that did.
+    before = armed_run(database_dsn)
     cluster.kill(cluster.owner(1))
-    call_jobs_due(database_dsn)
-    site.run(worker, "job", "rearm_nodes")
+    # Whoever asks another shard is told the same from here on.
+    cluster.wait_ok()
+    site.wait_armed_by_worker(database_dsn, before)
     site.type(viewer, "verify", TOPIC)
     publish_and_wait("messages handled behind a fail-over")
     target = next(one for one in cluster.primaries() if one is not cluster.owner(2))
