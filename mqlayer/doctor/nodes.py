@@ -12,9 +12,9 @@ from mqlayer.doctor.findings import Check, CheckLimits, CheckStatus, Finding
 from mqlayer.doctor.versions import redis_finding
 from mqlayer.domain.durability import Durability, replicas_wanted
 from mqlayer.domain.node_runs import is_same_run, short_run
-from mqlayer.redis.durability import WAITAOF_SINCE
 from mqlayer.redis.node_connection import REQUIRED_SETTINGS, Node
 from mqlayer.redis.server_info import ServerInfo
+from mqlayer.redis.server_versions import WAITAOF_SINCE, waitaof_is_early
 
 
 class RegisteredNode(NamedTuple):
@@ -51,7 +51,7 @@ def node_subject(node: Node) -> str:
 def check_version(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
     """Report outdated or faulty versions."""
     answers = checked.answers
-    return [redis_finding(checked.subject, "valkey" if answers.product == "valkey" else "redis", answers.version)]
+    return [redis_finding(checked.subject, answers.product, answers.version)]
 
 
 def check_armed(checked: CheckedNode, _: CheckLimits) -> list[Finding]:
@@ -160,8 +160,12 @@ def _class_findings(checked: CheckedNode, durability: Durability) -> list[Findin
         if answers.redis_version < WAITAOF_SINCE:
             shown = ".".join(map(str, answers.version))
             return [_durable_topics(checked, f"{waits}, and {shown} has no WAITAOF", "Redis 7.2 or later, or Valkey")]
-        if answers.settings.get("appendfsync") == "no":
+        appendfsync = answers.settings.get("appendfsync", "not told")
+        if appendfsync == "no":
             return [_durable_topics(checked, f"{waits}, and appendfsync is no", "CONFIG SET appendfsync always")]
+        if waitaof_is_early(answers.product, answers.version) and appendfsync != "always":
+            seen = f"{waits}, and this server confirms a sync before it: appendfsync is {appendfsync}"
+            return [_durable_topics(checked, seen, "CONFIG SET appendfsync always")]
         return []
     wanted, there = replicas_wanted(durability, node.replicas), answers.number("connected_slaves")
     if there >= wanted:

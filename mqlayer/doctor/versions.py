@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final
 
 from mqlayer.doctor.findings import CheckStatus, Finding
 from mqlayer.postgres.session_setup import OLDEST_POSTGRES
-
-Product = Literal["redis", "valkey"]
-ServerVersion = tuple[int, int, int]
+from mqlayer.redis.server_versions import Product, ServerVersion
 
 OLDEST_REDIS: Final = (6, 2, 0)
 HEADERS_SINCE: Final = (7, 0, 0)
-FALSE_WAITAOF: Final = ((7, 4, 0), (7, 4, 3))
-"""From, fixed in: WAITAOF confirms before the fsync under everysec (redis#12622, #13793)."""
 EVICTED_BLOCKED: Final = ((7, 2, 0), (8, 6, 3))
 """From, fixed in: CVE-2026-23479, blocked clients and eviction."""
 LUA_FIXED: Final[dict[Product, dict[tuple[int, int], ServerVersion]]] = {
@@ -56,8 +52,6 @@ def _redis_faults(version: ServerVersion) -> list[str]:
     found = []
     if version < HEADERS_SINCE:
         found.append("scripts have no flags here: one that meets a full disk half-way is not refused beforehand")
-    if FALSE_WAITAOF[0] <= version < FALSE_WAITAOF[1]:
-        found.append("WAITAOF confirms before the fsync under everysec")
     if EVICTED_BLOCKED[0] <= version < EVICTED_BLOCKED[1]:
         found.append("CVE-2026-23479 (blocked clients and eviction), fixed in 8.6.3")
     return found

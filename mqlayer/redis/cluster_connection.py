@@ -113,7 +113,8 @@ class ClusterConnection(NodeConnection):
                 )
             run_id = node.armed_run_id or run_id
         known = [shard.connect() for shard in self._shards]
-        self.facts = replace(min(known, key=lambda facts: facts.version), run_id=run_id)
+        early = any(facts.early_waitaof for facts in known)
+        self.facts = replace(min(known, key=lambda facts: facts.version), run_id=run_id, early_waitaof=early)
         self._digests = dict(script_digests(self.facts.version))
         self._slots, self._moved = slots, False
         return self.facts

@@ -10,10 +10,8 @@ from mqlayer.domain.durability import DISK_WAIT_MS, WAIT_MS, Durability, replica
 from mqlayer.errors import ConfigurationRefused, StoreUnavailable
 from mqlayer.redis.node_connection import Node, NodeConnection
 from mqlayer.redis.partition_scripts import touch_command
+from mqlayer.redis.server_versions import WAITAOF_SINCE
 from mqlayer.redis.wire import command_packet, wait_aof_packet, wait_packet
-
-WAITAOF_SINCE: Final = (7, 2, 0)
-"""Redis, or the one that a Valkey matches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +113,9 @@ def refuse_server(connection: NodeConnection, node: Node, durability: Durability
         )
     if durability != "disk":
         return
-    version = connection.connect().version
-    if version < WAITAOF_SINCE:
-        shown = ".".join(map(str, version))
+    facts = connection.connect()
+    if facts.version < WAITAOF_SINCE:
+        shown = ".".join(map(str, facts.version))
         raise ConfigurationRefused(
             node.address,
             "",
@@ -126,5 +124,13 @@ def refuse_server(connection: NodeConnection, node: Node, durability: Durability
         )
     (reply,) = connection.call([("CONFIG", "GET", "appendfsync")])
     # Managed servers forbid CONFIG: each wait says whether the file is synced. A cluster answers for each shard.
-    if isinstance(reply, list) and b"no" in reply[1::2]:
+    told = {value.decode() for value in reply[1::2]} if isinstance(reply, list) else set()
+    if facts.early_waitaof and told != {"always"}:
+        raise ConfigurationRefused(
+            node.address,
+            "appendfsync",
+            ", ".join(sorted(told)) or "not told",
+            "appendfsync always for durability disk: this server confirms a sync before it",
+        )
+    if "no" in told:
         raise ConfigurationRefused(node.address, "appendfsync", "no", "durability disk: appendfsync everysec or always")

@@ -26,6 +26,7 @@ from mqlayer.redis.acl_check import CHECKED, DEFAULT_USER_ADVICE, RequiredAccess
 from mqlayer.redis.addresses import ConnectionFactory, display_url, is_cluster_url
 from mqlayer.redis.roles import PLAIN_COMMANDS, RedisRole
 from mqlayer.redis.scripts import script_digests, script_texts
+from mqlayer.redis.server_versions import product_of, version_of, waitaof_is_early
 
 OLDEST: Final = (6, 2, 0)
 REQUIRED_SETTINGS: Final = {
@@ -87,6 +88,8 @@ class ServerFacts:
     role: str
     settings: dict[str, str]
     in_cluster: bool = False
+    early_waitaof: bool = False
+    """See `waitaof_is_early`."""
 
 
 class NodeConnection:
@@ -302,10 +305,10 @@ class NodeConnection:
             # Managed servers forbid CONFIG: trust the operator for these settings.
             if not isinstance(reply, Exception) and len(reply) == 2:
                 settings[name] = reply[1].decode()
-        major, minor, patch = (int(part) for part in info["redis_version"].split(".")[:3])
+        version, early = version_of(info["redis_version"]), waitaof_is_early(*product_of(info))
         # Valkey calls it by a name of its own.
         in_cluster = "cluster" in (info.get("redis_mode", "").strip(), info.get("server_mode", "").strip())
-        return ServerFacts(run_of(info), (major, minor, patch), info["role"], settings, in_cluster)
+        return ServerFacts(run_of(info), version, info["role"], settings, in_cluster, early)
 
     def _ask(self, commands: Sequence[Command]) -> list[Any]:
         self._factory.send_packed_command(self._factory.pack_commands(commands), check_health=False)

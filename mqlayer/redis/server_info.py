@@ -17,6 +17,7 @@ from mqlayer.redis.acl_check import AccessReport, RequiredAccess, access_of
 from mqlayer.redis.addresses import ConnectionFactory, display_url, is_cluster_url, shard_url
 from mqlayer.redis.cluster_connection import summed_info
 from mqlayer.redis.node_connection import Node
+from mqlayer.redis.server_versions import Product, ServerVersion, product_of, version_of
 from mqlayer.redis.slots import SlotMap, read_slots
 
 READ_SETTINGS: Final = ("appendfsync", "no-appendfsync-on-rewrite", "aof-load-truncated", "min-replicas-to-write")
@@ -40,23 +41,19 @@ class ServerInfo:
         return run_of({"run_id": "", **self.info})
 
     @property
-    def product(self) -> str:
+    def product(self) -> Product:
         """`redis` or `valkey`."""
-        return "valkey" if "valkey_version" in self.info else "redis"
+        return product_of(self.info)[0]
 
     @property
-    def version(self) -> tuple[int, int, int]:
+    def version(self) -> ServerVersion:
         """The product's version."""
-        shown = self.info.get("valkey_version") or self.info.get("redis_version", "")
-        numbers = [int(part) if part.isdecimal() else 0 for part in shown.split(".")[:3]]
-        major, minor, patch = [*numbers, 0, 0, 0][:3]
-        return major, minor, patch
+        return product_of(self.info)[1]
 
     @property
-    def redis_version(self) -> tuple[int, int, int]:
+    def redis_version(self) -> ServerVersion:
         """Redis' version, or the one Valkey matches."""
-        major, minor, patch = [*map(int, self.info.get("redis_version", "0.0.0").split(".")[:3]), 0, 0][:3]
-        return major, minor, patch
+        return version_of(self.info.get("redis_version", ""))
 
     def number(self, name: str) -> int:
         """Return a number, 0 if missing."""

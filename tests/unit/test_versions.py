@@ -6,7 +6,12 @@ import pytest
 
 from mqlayer.doctor.clocks import clock_finding
 from mqlayer.doctor.findings import LIMITS, CheckStatus, Finding, format_seconds
-from mqlayer.doctor.versions import Product, ServerVersion, postgres_finding, redis_finding
+from mqlayer.doctor.nodes import CheckedNode, check_durable_topics
+from mqlayer.doctor.versions import postgres_finding, redis_finding
+from mqlayer.domain.routing import NodeId
+from mqlayer.redis.node_connection import Node
+from mqlayer.redis.server_info import ServerInfo
+from mqlayer.redis.server_versions import Product, ServerVersion, product_of, waitaof_is_early
 
 
 @pytest.mark.parametrize(
@@ -16,7 +21,6 @@ from mqlayer.doctor.versions import Product, ServerVersion, postgres_finding, re
         ("redis", (6, 2, 14), "warning", "no flags"),
         ("redis", (6, 2, 14), "warning", "CVE-2025-49844"),
         ("redis", (7, 0, 15), "warning", "unless this build has the fix"),
-        ("redis", (7, 4, 2), "warning", "WAITAOF"),
         ("redis", (7, 4, 6), "warning", "CVE-2026-23479"),
         ("redis", (8, 2, 1), "warning", "CVE-2025-49844"),
         ("redis", (8, 6, 2), "warning", "CVE-2026-23479"),
@@ -38,8 +42,49 @@ def test_a_node_of_a_bad_version_is_told_why(
     assert bool(finding.fix) == (verdict != "ok")
 
 
-def test_a_false_waitaof_is_fixed_in_the_third_release_of_its_series() -> None:
-    assert "WAITAOF" not in redis_finding("node n1", "redis", (7, 4, 3)).seen
+@pytest.mark.parametrize(
+    ("product", "version", "early"),
+    [
+        ("redis", (7, 2, 0), False),
+        ("redis", (7, 4, 0), True),
+        ("redis", (7, 4, 2), True),
+        ("redis", (7, 4, 3), False),
+        ("redis", (8, 0, 0), False),
+        ("valkey", (7, 2, 11), False),
+        ("valkey", (8, 0, 0), True),
+        ("valkey", (9, 1, 2), True),
+    ],
+)
+def test_the_servers_that_confirm_a_sync_before_it_are_known(
+    product: Product, version: ServerVersion, early: bool
+) -> None:
+    """`test_disk_needs_a_server_that_tells_of_its_syncs` holds it against the server of each row of the matrix."""
+    assert waitaof_is_early(product, version) is early
+
+
+@pytest.mark.parametrize(
+    ("valkey", "settings", "broken"),
+    [
+        ("9.1.2", {"appendfsync": "everysec"}, True),
+        ("9.1.2", {"appendfsync": "always"}, False),
+        ("9.1.2", {}, True),
+        ("7.2.11", {"appendfsync": "everysec"}, False),
+        ("7.2.11", {}, False),
+    ],
+)
+def test_a_node_that_confirms_a_sync_before_it_is_told(valkey: str, settings: dict[str, str], broken: bool) -> None:
+    """One whose topic had class `disk` before the server was exchanged; without CONFIG nothing is known."""
+    answers = ServerInfo({"redis_version": "7.2.4", "valkey_version": valkey}, settings, 0.0, 0.0)
+    node = Node(NodeId(1), "n1", "redis://h", "run")
+    (finding,) = check_durable_topics(CheckedNode(node, None, answers, {"disk": "orders"}), LIMITS)
+    assert (finding.verdict == "broken") is broken
+    assert ("topic orders waits for disk, and this server confirms a sync before it" in finding.seen) is broken
+    assert finding.fix == "CONFIG SET appendfsync always" * broken
+
+
+def test_a_valkey_is_known_by_its_own_version() -> None:
+    assert product_of({"redis_version": "7.2.4", "valkey_version": "9.1.2\r"}) == ("valkey", (9, 1, 2))
+    assert product_of({"redis_version": "7.4.2\r"}) == ("redis", (7, 4, 2))
 
 
 @pytest.mark.parametrize(
