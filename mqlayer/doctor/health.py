@@ -548,11 +548,14 @@ def _archive(look: HealthLook) -> Iterator[Problem]:
         elif passed_s is not None and passed_s > late.above:
             text = f"No archiver came to the end of the topic for {format_seconds(passed_s)}; trimming waits too"
             yield Problem(late, text, _before(passed_s), topic)
-    late_export = ALERTS["MqlayerExportLate"]
+
+
+def _exports(look: HealthLook) -> Iterator[Problem]:
+    late = ALERTS["MqlayerExportLate"]
     for location, topic, *_, batches, behind_s in look.rows("lake_statuses"):
-        if behind_s > late_export.above:
+        if behind_s > late.above:
             text = f"The export at {location} lacks {batches} batches, since {format_seconds(behind_s)}"
-            yield Problem(late_export, text, _before(behind_s), topic, item=location)
+            yield Problem(late, text, _before(behind_s), topic, item=location)
 
 
 def _schedules(look: HealthLook) -> Iterator[Problem]:
@@ -618,6 +621,7 @@ FINDERS: Final[Mapping[str, Finder]] = {
     "route changes": _changes,
     "automatic routes": _autopilot,
     "archive": _archive,
+    "exports": _exports,
     "schedules": _schedules,
     "jobs": _jobs,
     "samples": _samples,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -244,12 +245,17 @@ def send_heartbeat(
         # Lower than all of this process's: the database lost our join.
         replaced = newest is not None and newest[0] not in ours and newest[0] > min(ours)
         return HeartbeatReply(known=False, replaced=replaced, served=served)
-    unbalanced = heard.looks(RNG.random()) and database.first_row(query("group_unbalanced"), facts) == (True,)
+    turn = nullcontext if sender is None else sender.turn
+    unbalanced = False
+    if heard.looks(RNG.random()):
+        with turn():
+            unbalanced = database.first_row(query("group_unbalanced"), facts) == (True,)
     if unbalanced:
         _rebalance_if_free(database, session.group_id, lock_wait_s=lease_s / 8)
     if unbalanced or not heard.is_current(state):
-        rows = database.rows(query("member_assignments"), facts)
-        (members,) = database.first_row(query("members_counted"), facts) or (0,)
+        with turn():
+            rows = database.rows(query("member_assignments"), facts)
+            (members,) = database.first_row(query("members_counted"), facts) or (0,)
         # What changed between the two statements is read with the next heartbeat: its state is another one.
         heard.note(state, _reply(rows), members)
         allocation = max(allocation, heard.reply.allocation)

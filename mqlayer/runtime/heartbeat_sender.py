@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from mqlayer.errors import MqlayerError
@@ -89,6 +90,16 @@ class HeartbeatSender:
         if mine.error is not None:
             raise mine.error
         return mine.row
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Run another statement between heartbeats, on their connection; after `PATIENCE_S`, beside them."""
+        taken = self._sending.acquire(timeout=PATIENCE_S)
+        try:
+            yield
+        finally:
+            if taken:
+                self._sending.release()
 
     def _taken(self) -> list[SentHeartbeat]:
         with self._adding:

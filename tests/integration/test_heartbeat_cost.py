@@ -339,6 +339,23 @@ def test_a_heartbeat_does_not_wait_long_for_the_one_before_it(stage: Stage, grou
         assert waiting.result(20).known
 
 
+def test_heartbeats_and_looks_at_groups_share_one_connection(
+    stage: Stage, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where one waits for long is there a second one, which the pool closes again."""
+    monkeypatch.setattr(heartbeat_sender, "PATIENCE_S", 60.0)
+    listeners = [Listener(stage, group, f"m{number}") for number in range(4)]
+    held = "SELECT pid FROM pg_stat_activity WHERE application_name = 'beats' AND datname = current_database()"
+    with Database(stage.dsn, application="beats", max_size=2) as beats, ThreadPoolExecutor(4) as pool:
+        sender = HeartbeatSender(beats)
+
+        def beat(one: Listener) -> bool:
+            return send_heartbeat(beats, one.session, lease_s=LEASE_S, heard=HeardGroup(), sender=sender).known
+
+        assert all(pool.map(beat, listeners * 25))
+        assert len(stage.world.rows(held)) == 1
+
+
 def test_all_heartbeats_of_a_statement_that_fails_fail(stage: Stage, group: Group) -> None:
     one = Listener(stage, group, "m0")
     sender = HeartbeatSender(stage.database)
