@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict, Un
 from pyspark.sql import DataFrame, SparkSession
 
 from mqlayer.archive.columns import ArchiveTable, check_table, chosen_columns
+from mqlayer.archive.lake.state import lake_location
 from mqlayer.archive.snapshots import SeqRange, find_snapshot, sample_width, snapshot_cut, snapshot_schemas
 from mqlayer.errors import InvalidInput
 from mqlayer.postgres.arrow_reader import ReadAddress, read_address
@@ -72,14 +73,15 @@ def read_snapshot(
     dsn: str | None = None,
     method: ReadMethod | None = None,
     partitions: int | None = None,
+    export: str | None = None,
     **options: Unpack[ReadOptions],
 ) -> DataFrame:
     """Return a snapshot's records, outcomes or lineage; every read gives the same rows.
 
     `dsn`: default MQLAYER_DSN. `method`: default JDBC if a driver and host allow it, else Python. `partitions`: most
-    tasks, by default one per core, or per million records.
+    tasks, by default one per core, or per million records. `export`: a lake's location, read by Python.
 
-    Raises ArchiveBroken (`check`), NotFound, InvalidInput for a wrong option.
+    Raises ArchiveBroken, NotFound, InvalidInput for a wrong option.
     """
     selection = _Selection.of(**options)
     if partitions is not None and partitions < 1:
@@ -87,8 +89,9 @@ def read_snapshot(
     if method is not None and method not in METHODS:
         raise InvalidInput(f"option method: there is no {method!r}; choose one of {', '.join(METHODS)}")
     address = read_address(dsn or Settings().control_dsn())
-    how = _method(spark, method, address)
-    return selection.read(_DatabaseSnapshot(spark, name, address, how, partitions), name)
+    how = _method(spark, method, address) if export is None else _method_of_export(method)
+    lake = None if export is None else lake_location(export)
+    return selection.read(_DatabaseSnapshot(spark, name, address, how, partitions, lake), name)
 
 
 def read_export(spark: SparkSession, name: str, path: str, **options: Unpack[ReadOptions]) -> DataFrame:
@@ -148,9 +151,15 @@ class _Selection(NamedTuple):
 
 class _DatabaseSnapshot:
     def __init__(
-        self, spark: SparkSession, name: str, address: ReadAddress, method: str, partitions: int | None
+        self,
+        spark: SparkSession,
+        name: str,
+        address: ReadAddress,
+        method: str,
+        partitions: int | None,
+        export: str | None,
     ) -> None:
-        self._spark, self._name, self._address, self._method = spark, name, address, method
+        self._spark, self._name, self._address, self._method, self._export = spark, name, address, method, export
         with self._database() as database:
             found = find_snapshot(database, name)
         self._id, self._topics = found.snapshot_id, [topic.topic for topic in found.topics]
@@ -171,6 +180,8 @@ class _DatabaseSnapshot:
                 width=width,
             )
         options = {"snapshot": self._name, "table": table, "columns": ",".join(columns)}
+        if self._export is not None:
+            options["export"] = self._export
         # Spark resolves the registered name only while it makes the frame.
         with _registering:
             _register(self._spark, self._address, BOUND)
@@ -199,6 +210,12 @@ def register(spark: SparkSession, *, dsn: str | None = None) -> None:
 def _register(spark: SparkSession, address: ReadAddress, called: str) -> None:
     share_package(spark)
     spark.dataSource.register(bound_source(address, called=called))
+
+
+def _method_of_export(method: str | None) -> str:
+    if method == "jdbc":
+        raise InvalidInput("option method: jdbc reads no export to a lake; leave it out, or say python")
+    return "python"
 
 
 def _method(spark: SparkSession, method: str | None, address: ReadAddress) -> str:

@@ -56,6 +56,17 @@ def batch_shares(
     return [*shares, tuple(begun)] if begun else shares
 
 
+def common_batches(some: Sequence[BatchRange], others: Sequence[BatchRange]) -> tuple[BatchRange, ...]:
+    """Return the batches that both have."""
+    both = (
+        BatchRange(one.topic_id, max(one.after, other.after), min(one.upto, other.upto))
+        for one in some
+        for other in others
+        if one.topic_id == other.topic_id
+    )
+    return tuple(one for one in both if one.after < one.upto)
+
+
 def batches_condition(share: Sequence[BatchRange]) -> str:
     """Return a share's SQL condition."""
     each = (f"(topic_id = {int(t)} AND batch > {int(after)} AND batch <= {int(upto)})" for t, after, upto in share)

@@ -38,6 +38,12 @@ HtmlOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write one
 MethodOption = Annotated[
     str | None, typer.Option(help="How Spark reads: jdbc or python; else jdbc where its driver is.")
 ]
+ExportOption = Annotated[
+    str | None,
+    typer.Option(
+        "--from-export", metavar="PATH", help="Take days that Postgres dropped from this export of the archive."
+    ),
+]
 ConfOption = Annotated[
     list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of Spark's; may be repeated.")
 ]
@@ -60,6 +66,7 @@ class JobRequest(NamedTuple):
     out: Path | None
     html: Path | None
     method: str | None
+    export: str | None
     conf: Sequence[str] | None
     as_json: bool
 
@@ -87,10 +94,11 @@ def _plain(job: str) -> Callable[..., None]:
         out: OutOption = None,
         html: HtmlOption = None,
         method: MethodOption = None,
+        export: ExportOption = None,
         conf: ConfOption = None,
         as_json: JsonOption = False,
     ) -> None:
-        run_jobs(job, JobRequest(snapshot, topic, out, html, method, conf, as_json))
+        run_jobs(job, JobRequest(snapshot, topic, out, html, method, export, conf, as_json))
 
     return run
 
@@ -108,11 +116,12 @@ def skew(
     partitions: PartitionsOption = None,
     split_report: SplitReportOption = None,
     method: MethodOption = None,
+    export: ExportOption = None,
     conf: ConfOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure LPs, hottest keys and partitions; plan the splits that balance a topic."""
-    asked = JobRequest(snapshot, topic, out, html, method, conf, as_json)
+    asked = JobRequest(snapshot, topic, out, html, method, export, conf, as_json)
     run_jobs("skew", asked, partitions=partitions, split_report=split_report)
 
 
@@ -124,11 +133,12 @@ def journeys(
     html: HtmlOption = None,
     console: ConsoleOption = None,
     method: MethodOption = None,
+    export: ExportOption = None,
     conf: ConfOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure stream, attempts and parking of keys and messages; name the slowest."""
-    run_jobs("journeys", JobRequest(snapshot, topic, out, html, method, conf, as_json), console=console)
+    run_jobs("journeys", JobRequest(snapshot, topic, out, html, method, export, conf, as_json), console=console)
 
 
 @analytics.command("all", rich_help_panel=LOOK)
@@ -140,11 +150,12 @@ def all_(
     partitions: PartitionsOption = None,
     split_report: SplitReportOption = None,
     method: MethodOption = None,
+    export: ExportOption = None,
     conf: ConfOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run all jobs that need no more than a snapshot; exit code 1 if one finds a fault."""
-    asked = JobRequest(snapshot, topic, out, html, method, conf, as_json)
+    asked = JobRequest(snapshot, topic, out, html, method, export, conf, as_json)
     run_jobs("all", asked, partitions=partitions, split_report=split_report)
 
 
@@ -166,7 +177,8 @@ def run_jobs(job: str, asked: JobRequest, **params: Any) -> None:
             _show(found)
 
     with borrowed_session("mqlayer analytics", **given) as spark:
-        tables = tables_of(spark, asked.snapshot, dsn=dsn, method=asked.method, topics=asked.topics or ())
+        topics = asked.topics or ()
+        tables = tables_of(spark, asked.snapshot, dsn=dsn, method=asked.method, export=asked.export, topics=topics)
         done = perform(tables, names_of(job), params=JobParams(**params), out=asked.out, html=asked.html, show=show)
     if not all(found.good for found in done):
         raise typer.Exit(1)

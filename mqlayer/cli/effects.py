@@ -9,6 +9,7 @@ import typer
 from mqlayer.cli.addresses import settings_here
 from mqlayer.cli.analytics import (
     ConfOption,
+    ExportOption,
     HtmlOption,
     JobRequest,
     MethodOption,
@@ -36,6 +37,7 @@ def effects(
     out: OutOption = None,
     html: HtmlOption = None,
     method: MethodOption = None,
+    export: ExportOption = None,
     conf: ConfOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -46,5 +48,5 @@ def effects(
     check_spark()
     from mqlayer.spark.effect_reader import effects_reader
 
-    asked = JobRequest(snapshot, topic, out, html, method, conf, as_json)
+    asked = JobRequest(snapshot, topic, out, html, method, export, conf, as_json)
     run_jobs("effects", asked, effects=effects_reader(snapshot, dsn=dsn, application_dsn=effects_dsn))

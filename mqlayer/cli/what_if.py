@@ -8,6 +8,7 @@ import typer
 
 from mqlayer.cli.analytics import (
     ConfOption,
+    ExportOption,
     HtmlOption,
     JobRequest,
     MethodOption,
@@ -74,6 +75,7 @@ def what_if(
     out: OutOption = None,
     html: HtmlOption = None,
     method: MethodOption = None,
+    export: ExportOption = None,
     conf: ConfOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -106,4 +108,4 @@ def what_if(
         thresholds=thresholds,
     )
     topics = None if topic is None else [topic]
-    run_jobs("what-if", JobRequest(snapshot, topics, out, html, method, conf, as_json), what_if=asked)
+    run_jobs("what-if", JobRequest(snapshot, topics, out, html, method, export, conf, as_json), what_if=asked)

@@ -69,6 +69,7 @@ def tables_of(
     dsn: str | None = None,
     method: Any = None,
     partitions: int | None = None,
+    export: str | None = None,
     topics: Sequence[str] = (),
 ) -> SnapshotTables:
     """Return a snapshot's unread tables; options: `read_snapshot`.
@@ -81,9 +82,8 @@ def tables_of(
         cut = spark.createDataFrame(_cut(database, found), CUT)
 
     def read(table: Any, columns: Sequence[str] | None = None) -> Any:
-        return read_snapshot(
-            spark, name, table=table, dsn=address, columns=columns, method=method, partitions=partitions
-        )  # fmt: skip
+        how = {"method": method, "partitions": partitions, "export": export}
+        return read_snapshot(spark, name, table=table, dsn=address, columns=columns, **how)
 
     tables = SnapshotTables(name, read("records", RECORD_COLUMNS), read("outcomes"), read("lineage").cache(), cut)
     return tables.of_topics(topics) if topics else tables
@@ -165,13 +165,14 @@ def submit(job: str, arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write Parquet below this directory")
     parser.add_argument("--html", type=Path, help="write a page")
     parser.add_argument("--method", choices=("jdbc", "python"), help="how the archive is read")
+    parser.add_argument("--from-export", help="take days that Postgres dropped from this export of the archive")
     parser.add_argument("--partitions", type=int, help="of skew: balance a topic for so many")
     parser.add_argument("--split-report", type=Path, help="of skew: for mqlayer route split --from-report")
     parser.add_argument("--console", help="of journeys: the console's address, for links")
     params = parser.parse_args(arguments)
     try:
         spark = session(f"mqlayer {job}")
-        tables = tables_of(spark, params.snapshot, method=params.method, topics=params.topic)
+        tables = tables_of(spark, params.snapshot, method=params.method, export=params.from_export, topics=params.topic)
         done = perform(
             tables,
             names_of(job),

@@ -14,7 +14,7 @@ from mqlayer.archive import create_snapshot, retain, set_keep_until_exported
 from mqlayer.archive.columns import ArchiveTable
 from mqlayer.archive.lake import export_archive, read_snapshot, verify_export
 from mqlayer.archive.parquet_export import export_snapshot
-from mqlayer.errors import ArchiveBroken, NotFound
+from mqlayer.errors import ArchiveBroken, InvalidInput, NotFound
 from tests.fixtures.archived import ArchivedTopics
 from tests.fixtures.missing_tools import import_or_leave_out
 from tests.proof.runtimes import runtime_of
@@ -121,6 +121,9 @@ def test_spark_gives_the_rows_that_the_lake_gives(filled: ArchivedTopics, tmp_pa
     across = everything(filled, export=lake_of(filled))
     export_archive(runtime_of(filled.database), lake_of(filled))
     found = {"across": across, "lake": everything(filled, export=lake_of(filled))}
+    by_export = partial(read_by_spark, spark, "s", dsn=filled.dsn, export=lake_of(filled), partitions=3)
+    in_spark = {table: by_export(table=table, check=True) for table in TABLES}
+    found["across, by Spark"] = {table: digest(rows_of_spark(frame)) for table, frame in in_spark.items()}
     export_snapshot(runtime_of(filled.database), "s", tmp_path / "out", file_rows=20)
     ways: dict[str, Any] = {
         way: partial(read_by_spark, spark, "s", dsn=filled.dsn, method=way) for way in ("jdbc", "python")
@@ -131,6 +134,13 @@ def test_spark_gives_the_rows_that_the_lake_gives(filled: ArchivedTopics, tmp_pa
     for way, read in ways.items():
         found[way] = {table: digest(rows_of_spark(read(table=table))) for table in TABLES}
     assert found == dict.fromkeys(found, expected)
+    drop_exported_days(filled)
+    with pytest.raises(Exception, match=r"snapshot .* with its export"):
+        read_by_spark(spark, "s", dsn=filled.dsn, method="python").collect()
+    across = {table: digest(rows_of_spark(by_export(table=table))) for table in TABLES}
+    assert across == expected, "with days that only the export has"
+    with pytest.raises(InvalidInput, match="jdbc reads no export to a lake"):
+        by_export(method="jdbc")
 
 
 def rows_of_spark(frame: Any) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import unquote
 
 from mqlayer.archive.columns import SNAPSHOT_QUERIES, ArchiveTable, check_table, chosen_columns
 from mqlayer.archive.lake.tables import LakeTable, check_packages, lake_errors
@@ -65,13 +66,13 @@ class LakeSnapshot:
         return [one for part in self.parts for one in part.from_postgres]
 
 
-def lake_snapshot(database: Database, name: str, location: str, table: ArchiveTable) -> LakeSnapshot:
+def lake_snapshot(database: Database, found: Snapshot, location: str, table: ArchiveTable) -> LakeSnapshot:
     """Divide a snapshot between a lake and Postgres.
 
     Raises NotFound, InvalidInput, ArchiveBroken if another export has days of it that only exports have.
     """
     check_packages()
-    found, opened = find_snapshot(database, name), LakeTable(location, table)
+    opened = LakeTable(location, table)
     facts = {"snapshot_id": found.snapshot_id, "uuid": opened.owner}
     with database.connection() as connection:
         if connection.execute(query("lake_by_uuid"), facts).fetchone() is None:
@@ -81,7 +82,7 @@ def lake_snapshot(database: Database, name: str, location: str, table: ArchiveTa
     for topic_id, topic, batch, first, exported, elsewhere in rows:
         if exported and (first is None or first > exported or elsewhere):
             raise ArchiveBroken(
-                f"days of snapshot {name!r} are in another export only",
+                f"days of snapshot {found.name!r} are in another export only",
                 "read it with that one: mqlayer archive exports shows all",
             )
         # A commit of the lake is there before Postgres knows of it.
@@ -104,20 +105,22 @@ def read_snapshot(
     """
     known = check_table(table)
     chosen = chosen_columns(known, None if columns is None else list(columns))
+    found = find_snapshot(database, name)
     if export is None:
-        found = find_snapshot(database, name)
         yield from _counted(_from_postgres(database, found, known, chosen, {}, None), found, known)
         return
     if known == "lineage":
         # Postgres keeps the lineage of all that was ever archived; the records say which days may be gone.
-        divided = lake_snapshot(database, name, export, "records")
+        divided = lake_snapshot(database, found, export, "records")
         yield from _from_postgres(database, divided.snapshot, known, chosen, divided.exported, None)
         return
-    divided = lake_snapshot(database, name, export, known)
+    divided = lake_snapshot(database, found, export, known)
 
     def rows() -> Iterator[pa.RecordBatch]:
         for part in divided.parts:
-            yield from _from_lake(database, divided, part, chosen)
+            if part.upto >= part.first:
+                cut = cut_of(database, found.snapshot_id, part.topic_id) if known == "records" else None
+                yield from lake_rows(divided.table, part, chosen, cut)
         if divided.rest:
             yield from _from_postgres(database, divided.snapshot, known, chosen, divided.exported, divided.rest)
 
@@ -158,31 +161,49 @@ def _from_postgres(
             yield formed(batch, schema)
 
 
-def _from_lake(
-    database: Database, divided: LakeSnapshot, part: LakePart, columns: Mapping[str, str]
+def lake_rows(
+    table: LakeTable,
+    part: LakePart,
+    columns: Mapping[str, str],
+    cut: pa.Table | None,
+    *,
+    files: Collection[str] | None = None,
 ) -> Iterator[pa.RecordBatch]:
+    """Yield the part's rows in the cut, of `files` only."""
     import pyarrow as pa
 
     from mqlayer.archive.arrow_types import arrow_schema
 
-    if part.upto < part.first:
-        return
-    schema, table = arrow_schema(columns), divided.table
-    needed = {"source", "lp", "seq"} if table.name == "records" else set()
-    cut = cut_of(database, divided.snapshot.snapshot_id, part.topic_id) if needed else None
+    schema, needed = arrow_schema(columns), set() if cut is None else {"source", "lp", "seq"}
     with lake_errors(table.location):
-        scanner = table.rows_of(part.topic).scanner(
-            columns=[*columns, *sorted(needed - set(columns))],
-            filter=batches_wanted(part.topic_id, part.first, part.upto),
-            batch_size=ROWS,
-            batch_readahead=2,
-            fragment_readahead=1,
-        )
-        for batch in scanner.to_batches():
-            kept = batch if cut is None else in_cut(batch, cut)
-            if kept.num_rows:
-                chosen = [kept.column(name).cast(schema.field(name).type) for name in columns]
-                yield pa.RecordBatch.from_arrays(chosen, schema=schema)
+        rows = table.rows_of(part.topic)
+        options = {
+            "columns": [*columns, *sorted(needed - set(columns))],
+            "filter": batches_wanted(part.topic_id, part.first, part.upto),
+            "batch_size": ROWS,
+            "batch_readahead": 2,
+            "fragment_readahead": 1,
+        }
+        if files is None:
+            scanners = [rows.scanner(**options)]
+        else:
+            wanted = [one for one in rows.get_fragments() if one.path in files]
+            scanners = [one.scanner(schema=rows.schema, **options) for one in wanted]
+        for scanner in scanners:
+            for batch in scanner.to_batches():
+                kept = batch if cut is None else in_cut(batch, cut)
+                if kept.num_rows:
+                    chosen = [kept.column(name).cast(schema.field(name).type) for name in columns]
+                    yield pa.RecordBatch.from_arrays(chosen, schema=schema)
+
+
+def lake_files(table: LakeTable, part: LakePart) -> dict[str, int]:
+    """Return the part's files with their rows."""
+    wanted = batches_wanted(part.topic_id, part.first, part.upto)
+    # The log has paths with what addresses escape.
+    counts = {unquote(file["path"]): int(file["num_records"] or 0) for file in table.files(part.topic)}
+    with lake_errors(table.location):
+        return {one.path: counts[one.path] for one in table.rows_of(part.topic).get_fragments(wanted)}
 
 
 def batches_wanted(topic_id: int, first: int, upto: int) -> pa.dataset.Expression:

@@ -93,10 +93,10 @@ def app_of(topic_id: int) -> str:
 
 
 class LakeTable:
-    """One Delta table, as it was when it was opened."""
+    """One Delta table, as it was when it was opened, or at a version."""
 
-    def __init__(self, location: str, name: ArchiveTable) -> None:
-        self.location, self.name = location, name
+    def __init__(self, location: str, name: ArchiveTable, *, version: int | None = None) -> None:
+        self.location, self.name, self._version = location, name, version
         self._address, self._options = f"{location}/{name}", storage_options(location)
         self._table = self._open()
 
@@ -106,7 +106,7 @@ class LakeTable:
 
         with lake_errors(self.location):
             try:
-                return DeltaTable(self._address, storage_options=self._options)
+                return DeltaTable(self._address, version=self._version, storage_options=self._options)
             except TableNotFoundError:
                 return None
 
