@@ -98,6 +98,10 @@ def connect_at_best(dsn: str, *, application: str) -> Connection:
     return connect(Dsn(options.direct, options) if options.direct else dsn, application=application)
 
 
+class _SessionEnded(StoreUnavailable):
+    """A transaction's session ended before its commit."""
+
+
 class _Pool(ConnectionPool[Connection]):
     """A pool whose connections' lifetimes leave Python's global random generator alone."""
 
@@ -244,7 +248,7 @@ class Database:
         """Run `work` in a transaction, again after conflicts until the timeout, then raise the last error. It must have
         no other effect."""
         retrying = Retrying(
-            retry=retry_if_exception_type(TransactionConflict),
+            retry=retry_if_exception_type((TransactionConflict, _SessionEnded)),
             wait=FullJitter(multiplier=0.02, max=0.5),
             stop=stop_after_delay(timeout_s),
             reraise=True,
@@ -254,7 +258,13 @@ class Database:
 
     def _run(self, work: Callable[[Connection], Result]) -> Result:
         with self.connection() as connection, driver_errors(self.address), connection.transaction():
-            return work(connection)
+            try:
+                return work(connection)
+            except psycopg.Error as error:
+                # Nothing is committed: the session of a process that was stopped meets its idle limit.
+                if connection.broken:
+                    raise _SessionEnded(self.address, str(error) or type(error).__name__) from error
+                raise
 
     def close(self) -> None:
         """Close the pool."""

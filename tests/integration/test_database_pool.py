@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -107,3 +108,62 @@ def test_a_value_that_is_refused_or_that_no_program_can_hold_is_no_unavailable_s
 ) -> None:
     with Database(database_dsn) as database, pytest.raises(error), database.connection() as connection:
         connection.execute(statement.encode(), [1]).fetchall()
+
+
+@pytest.fixture
+def noted(database_dsn: str) -> Iterator[Database]:
+    """A database with an empty table, `note`."""
+    with Database(database_dsn, max_size=2, timeout_s=10.0) as database:
+        with database.connection() as connection:
+            connection.execute("CREATE TABLE public.note (number int)")
+        yield database
+
+
+def numbers(database: Database) -> list[tuple[int]]:
+    with database.connection() as connection:
+        return connection.execute("SELECT number FROM public.note").fetchall()
+
+
+def test_a_transaction_that_stood_still_runs_again(noted: Database) -> None:
+    """Postgres ends the session of a process that stops under a lock; nothing of it is committed."""
+    seen: list[int] = []
+
+    def work(connection: Connection) -> None:
+        seen.append(connection.info.backend_pid)
+        connection.execute("INSERT INTO public.note VALUES (%s)", [len(seen)])
+        if len(seen) == 1:
+            connection.execute("SET LOCAL idle_in_transaction_session_timeout = '10ms'")
+            with noted.connection() as other:
+                living = "SELECT FROM pg_stat_activity WHERE pid = %s"
+                wait_until(lambda: not other.execute(living, seen).rowcount, what="its session to be ended")
+        connection.execute("SELECT 1")
+
+    noted.transaction(work)
+    assert len(set(seen)) == 2
+    assert numbers(noted) == [(2,)]
+    with pytest.raises(StoreUnavailable):
+        noted.transaction(lambda connection: connection.execute("SELECT pg_terminate_backend(pg_backend_pid())"))
+    seen.clear()
+    with pytest.raises(StoreUnavailable):
+        noted.transaction(work, timeout_s=0)
+
+
+def test_a_transaction_whose_commit_is_unknown_does_not_run_again(noted: Database) -> None:
+    with noted.connection() as connection:
+        connection.execute(
+            "CREATE FUNCTION public.end_session() RETURNS trigger LANGUAGE plpgsql AS "
+            "'BEGIN PERFORM pg_terminate_backend(pg_backend_pid()); RETURN NULL; END'"
+        )
+        connection.execute(
+            "CREATE CONSTRAINT TRIGGER at_commit AFTER INSERT ON public.note "
+            "DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION public.end_session()"
+        )
+    runs: list[int] = []
+
+    def work(connection: Connection) -> None:
+        runs.append(1)
+        connection.execute("INSERT INTO public.note VALUES (1)")
+
+    with pytest.raises(StoreUnavailable):
+        noted.transaction(work)
+    assert (runs, numbers(noted)) == ([1], [])
