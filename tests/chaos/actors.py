@@ -445,7 +445,7 @@ def share(name: str, directory: Path, stopping: threading.Event) -> None:
     begun = (directory / f"{name}.begun").open("a", buffering=1)
 
     @app.consumer(
-        TOPIC, group=GROUP, mode="shared", visibility_timeout_s=0.4, backoff_s=(0.05,), attempt_limit=3,
+        TOPIC, group=GROUP, mode="shared", visibility_timeout_s=1.0, backoff_s=(0.05,), attempt_limit=3,
         options=mqlayer.MemberOptions(concurrency=4, prefetch_count=12 if key_class else 4_000), key_class=key_class,
     )  # fmt: skip
     def book(body: bytes, ctx: mqlayer.Context) -> None:

@@ -85,10 +85,10 @@ def test_a_pass_that_slept_over_the_change_of_another_one_makes_none(world: Worl
     put_load(world, {1: 1, 2: 1})
     late = start_python("-c", PASS, cwd=ROOT, env=os.environ | world.environment("auto.before_plan=stop"))
     try:
-        wait_until(lambda: is_stopped(late), what="the first pass to have decided")
+        wait_until(lambda: is_stopped(late), timeout_s=40, what="the first pass to have decided")
         assert one_pass(world).changed == ("orders",)
         late.send_signal(signal.SIGCONT)
-        assert late.wait(20) == 0
+        assert late.wait(40) == 0
     finally:
         late.kill()
         late.wait()

@@ -69,7 +69,12 @@ class MixedScene:
             scene.database, settings=scene.settings, application=scene.database, actor="ann@desk"
         )
         (scene.directory / "mixed_program.py").write_text(PROGRAM)
-        scene.environment |= {"MQLAYER_TEST_DIRECTORY": str(scene.directory), "MQLAYER_TEST_FAILING": "0"}
+        scene.environment |= {
+            "MQLAYER_TEST_DIRECTORY": str(scene.directory),
+            "MQLAYER_TEST_FAILING": "0",
+            # Who counts as living has to live on while the machine stands still.
+            "MQLAYER_LEASE_S": "4.0",
+        }
 
     def start(self, name: str, *words: str, module: str = "mqlayer") -> Process:
         """Run a command of mqlayer, of the previous release where the name begins with "old"."""

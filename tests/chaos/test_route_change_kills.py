@@ -65,7 +65,7 @@ class Load(SteadyLoad):
         in_force = load_route(self.world.database, "orders").version
         wait_until(
             lambda: find_group(self.world.database, "orders", "ledger").version == in_force,
-            timeout_s=10, what="the group to have drained what came before",
+            timeout_s=30, what="the group to have drained what came before",
         )  # fmt: skip
 
     def more(self) -> None:
@@ -206,7 +206,9 @@ def test_a_consumer_killed_as_it_opens_a_gate_leaves_that_to_the_next(
         assert world.rows("SELECT count(*)::int FROM mqlayer.drained") == [(0,)]
         scene.start("second")
         scene.wait_until_drained()
-        wait_until(lambda: find_group(database, "orders", "ledger").version == 2, what="the version to be raised")
+        wait_until(
+            lambda: find_group(database, "orders", "ledger").version == 2, timeout_s=40, what="the version to be raised"
+        )
     finally:
         scene.end()
     partitions = [row[0] for row in world.rows("SELECT partition_id FROM mqlayer.partition ORDER BY 1")]

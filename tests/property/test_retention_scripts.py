@@ -29,7 +29,11 @@ def _drop(harness: PartitionHarness, bound: int, before: bytes) -> DroppedPositi
     return harness.drop(LogBound(bound, before, True), GroupStart(GROUP, 0, 1), archived=True)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(ranges=RANGES, bounds=st.lists(st.integers(2, COUNT + 1), min_size=1, max_size=3), taken=st.booleans())
 def test_a_position_moves_counts_what_was_unsettled_and_keeps_what_is_settled_above(
     connection: NodeConnection, key_prefix: str, ranges: list[tuple[int, int]], bounds: list[int], taken: bool

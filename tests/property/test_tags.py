@@ -137,7 +137,11 @@ def facts_of(number: int, tags: list[str], style: int) -> bytes:
     return b"%d:%b" % (number, json.dumps(headers, separators=(", ", ": ") if style == 2 else (",", ":")).encode())
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     messages=st.lists(st.tuples(few_tags, st.integers(0, 3), st.sampled_from([0, 1, 300])), max_size=60),
     wanted=filters,

@@ -342,7 +342,7 @@ def test_live_parts_end_with_the_session_and_with_the_process(world: World, tmp_
         stream = served.open("GET", "/mq/live?path=/audit")
         assert stream.readline() == b"event: page\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=15) == 0
+        assert process.wait(timeout=40) == 0
         stream.close()
     finally:
         process.kill()

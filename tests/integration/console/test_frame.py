@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from urllib.parse import unquote
 
 import pytest
+from starlette.responses import Response
 from starlette.testclient import TestClient
 
 from mqlayer.console import User, console_app, live
@@ -150,19 +151,23 @@ def test_a_done_act_leads_on_and_back(ann: TestClient) -> None:
 _stream = live.LivePages.stream
 
 
-def _quick(pages: live.LivePages, user: str, render: object) -> object:
+def _two_looks(pages: live.LivePages, user: str, render: Callable[[], str | None]) -> Response:
     pages.every_s = 0.05
-    return _stream(pages, user, render)  # type: ignore[arg-type]
+    looks = iter((render, render, lambda: None))
+
+    def look() -> str | None:
+        return next(looks)()
+
+    return _stream(pages, user, look)
 
 
 def test_a_stream_says_of_when_each_look_is_and_sends_pages_that_differ(
     ann: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "LONGEST_S", 0.5)
-    monkeypatch.setattr(live.LivePages, "stream", _quick)
+    monkeypatch.setattr(live.LivePages, "stream", _two_looks)
     events = ann.get("/live", params={"path": "/topics"}).text
     assert events.count("event: page") == 1, "the same page is sent once"
-    assert len(re.findall(r'event: at\ndata: "\d\d:\d\d:\d\d UTC"', events)) >= 2
+    assert len(re.findall(r'event: at\ndata: "\d\d:\d\d:\d\d UTC"', events)) == 2
     assert "as-of" not in events
 
 

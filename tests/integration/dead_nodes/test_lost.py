@@ -140,7 +140,7 @@ def test_a_group_that_began_late_gets_what_a_wiped_node_gets_again(world: World,
         with consuming(world, start="latest") as seen:
             wanted = {f"new-{number}" for number in range(50)}
             wait_until(
-                lambda: {body for bodies in seen.values() for body in bodies if body.startswith("new")} == wanted,
+                lambda: {body for bodies in [*seen.values()] for body in bodies if body.startswith("new")} == wanted,
                 what="all that is new to the group",
                 timeout_s=20,
             )
@@ -225,7 +225,7 @@ def test_a_partition_that_its_node_does_not_have_leaves_the_others_there_alone(
     split(runtime_of(database, world.key_prefix), "orders", 2, at=[700])
     with world.relay(), consuming(world) as seen:
         bring(world, 50, "before")
-        wait_until(lambda: all_handled(world, seen), what=IN_ORDER)
+        wait_until(lambda: all_handled(world, seen), what=IN_ORDER, timeout_s=30)
         client = redis.Redis.from_url(node.url)
         # Nobody repairs this one: Postgres does not say what it has to be any more.
         world.rows("UPDATE mqlayer.partition SET state = 'importing' WHERE lp_from = 700")

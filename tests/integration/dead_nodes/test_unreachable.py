@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_publishing_goes_on_without_a_dead_node_and_consuming_in_order_when_it_i
     assert load_route(database, "orders").version == 2
     with world.relay(), consuming(world) as seen:
         world.publish(100, tag="after")
-        wait_until(lambda: len(seen) > 5, what="the living node's keys are handled")
+        wait_until(lambda: len(seen) > 5, what="the living node's keys are handled", timeout_s=30)
         node.start()
         wait_until(lambda: all_handled(world, seen), what="everything is handled in order", timeout_s=30)
 
@@ -96,7 +97,7 @@ def test_what_died_in_a_lost_partition_stays_dead_in_its_successor(
     app.start()
     try:
         [(expected,)] = world.rows(of_node)
-        wait_until(lambda: len(world.rows(died)) == expected > 0, what="all of the partition is dead")
+        wait_until(lambda: len(world.rows(died)) == expected > 0, what="all of the partition is dead", timeout_s=30)
     finally:
         app.stop()
     node.kill()
@@ -138,14 +139,18 @@ def test_members_that_held_a_lost_partition_go_on_with_its_successor(
     """Also a sealed one that the group had not drained: it is made anew elsewhere, from the outbox."""
     with world.relay(), consuming(world) as seen:
         world.publish(100, tag="before")
-        wait_until(lambda: all_handled(world, seen), what="the members hold both partitions")
+        wait_until(lambda: all_handled(world, seen), what="the members hold both partitions", timeout_s=30)
     world.publish(100, tag="waiting")
     with world.relay():
         world.wait_until_whole()
         move(runtime_of(database, world.key_prefix), "orders", 2, to="node-1")
         world.publish(50, tag="moved")
         world.wait_until_whole()
+    # It stands still at first: else its members may have drained it when it is lost.
+    node.send(signal.SIGSTOP)
     with consuming(world) as seen_later, world.relay():
+        held = "SELECT 1 FROM mqlayer.assignment WHERE partition_id = 2 AND member_id IS NOT NULL"
+        wait_until(lambda: world.rows(held), timeout_s=30, what="the members hold it")
         node.kill()
         loss = give_up_node(runtime_of(database, world.key_prefix, application=database), "node-2")
         assert (loss.moved, loss.recreated) == ((), (2,))

@@ -67,7 +67,7 @@ def test_groups_of_all_kinds_consume_from_all_shards(
     with closing(Producer(stage.settings(), name="p")) as producer:
         producer.send_many("orders", [Message(f"k{n % 8}", b"%d" % n) for n in range(1, 81)])
     while len(popped) < 80:
-        batch = receiver.receive(20, wait_s=5)
+        batch = receiver.receive(20, wait_s=20)
         assert batch
         popped += [message.body for message in batch]
         receiver.ack(batch)
@@ -176,7 +176,7 @@ def test_a_topic_s_class_waits_for_the_replica_of_each_shard(
             for key in keys:
                 if key in waiting[:2]:
                     with pytest.raises(PublishUnknown, match="0 of 1 replicas have it"):
-                        producer.send("orders", key=key, body=b"x", timeout_s=1)
+                        producer.send("orders", key=key, body=b"x", timeout_s=3)
                 elif key not in waiting:
                     assert producer.send("orders", key=key, body=b"x", timeout_s=20).replicas == 1
         world.publish(60)

@@ -78,7 +78,7 @@ def test_all_work_goes_on_over_tls_while_a_slot_moves_and_a_shard_fails_over(
     assert find_node(stage.database, "node-1").armed_run_id == armed
     (found,) = node_statuses(stage.runtime)
     assert found.state == "serving"
-    popped = receiver_of(stage, group="p").receive(20, wait_s=5)
+    popped = receiver_of(stage, group="p").receive(20, wait_s=20)
     assert popped
 
     world = stage.world

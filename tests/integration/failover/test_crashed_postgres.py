@@ -246,7 +246,7 @@ def test_a_commit_that_was_relayed_and_lost_in_a_crash_is_noticed(
     def is_relayed(value: str) -> bool:
         return value in values(world)
 
-    for attempt in range(8):
+    for attempt in range(20):
         tag = f"lost{attempt}"
         relay_once(world.settings(), limits=QUICK)
         with (

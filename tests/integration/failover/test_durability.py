@@ -63,7 +63,7 @@ def armed(world: World) -> bool:
 def unknown(producer: Any, body: bytes) -> Future[Receipt]:
     """Send to the topic that waits; it can't be confirmed."""
     with pytest.raises(PublishUnknown, match="0 of 1 replicas have it") as caught:
-        producer.send("safe", key="k", body=body, timeout_s=2)
+        producer.send("safe", key="k", body=body, timeout_s=4)
     future = caught.value.future
     assert future is not None
     return future

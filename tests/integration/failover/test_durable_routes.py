@@ -57,7 +57,7 @@ def test_a_partition_moves_once_its_replica_has_what_it_holds(world: World, pair
         pair.wait_in_step()
         pair.cut_connection()
         with pytest.raises(PublishUnknown, match="0 of 1 replicas have it") as caught:
-            producer.send("safe", key="k", body=b"second", timeout_s=1)
+            producer.send("safe", key="k", body=b"second", timeout_s=3)
         with pytest.raises(StoreUnavailable, match=r"durability replica: .*0 of 1 replicas have it") as refused:
             move(world)
         assert "mqlayer topic set safe --durability node" in str(refused.value)
@@ -66,6 +66,7 @@ def test_a_partition_moves_once_its_replica_has_what_it_holds(world: World, pair
         assert future is not None
         assert not future.done()
         pair.heal_connection()
+        pair.wait_in_step()
         assert finish_changes(world.runtime(), topic="safe") == {1: "done"}
         assert future.result(20).identity.seq == 2
     pair.primary.erase()

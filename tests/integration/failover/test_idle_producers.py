@@ -112,6 +112,8 @@ def test_a_producer_that_publishes_nothing_is_told_what_its_node_lost(
             assert (loss.topic, loss.source, loss.node) == ("orders", kept.identity.source, "node-1")
             assert (loss.run_before, loss.run_after) == (before, armed_run(world))
         assert pickle.loads(pickle.dumps(raised.value)).losses == raised.value.losses
+        # Hooks hear of it behind the count.
+        wait_until(lambda: len(heard) == 2, what="the events")
         told = {event.lp: (event.kind, event.topic, event.seq, event.count, event.group) for event in heard}
         assert told == {
             lp_of(b"k"): ("acknowledged_loss", "orders", 4, 2, ""),
@@ -208,6 +210,7 @@ def test_a_loss_of_former_messages_only_leaves_the_present_source_alone(
         with pytest.raises(AcknowledgedLoss) as raised:
             producer.flush()
         assert [loss[:5] for loss in raised.value.losses] == [("orders", lp_of(b"k"), 2, 3, first.identity.source)]
+        wait_until(lambda: len(heard) == 2, what="the second event")
         assert [(event.seq, event.count, event.partition) for event in heard[1:]] == [(2, 2, first.partition)]
         assert producer.send("orders", key="k", body=b"1").identity == second.identity._replace(seq=2)
 

@@ -67,7 +67,7 @@ def test_what_a_promoted_standby_numbers_again_is_not_taken_for_what_it_lost(
             world.publish(40, keys=10)
             world.wait_until_whole()
             couple.wait_in_step()
-            standby = cleanup.enter_context(Database(couple.standby.dsn("app"), timeout_s=0.5))
+            standby = cleanup.enter_context(Database(couple.standby.dsn("app"), timeout_s=2.0))
             with pytest.raises(StoreUnavailable, match="standby"), standby.connection():
                 pass
             couple.cut_connection()
@@ -84,7 +84,7 @@ def test_what_a_promoted_standby_numbers_again_is_not_taken_for_what_it_lost(
             switch.reset_all()
             wanted = expected(10, ("m", 40), ("lost", 20), ("new", 30))
             wait_until(lambda: len(list(world.records())) == 91, timeout_s=30, what="what is new to arrive")
-            wait_until(lambda: relay.health().ready, what="the relay to be ready")
+            wait_until(lambda: relay.health().ready, timeout_s=30, what="the relay to be ready")
             world.publish(10, keys=10, tag="after")
             wanted = expected(10, ("m", 40), ("lost", 20), ("new", 30), ("after", 10))
             wait_until(lambda: len(list(world.records())) == 101, timeout_s=30, what="what is new to arrive")
@@ -177,7 +177,8 @@ def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(world: World) -
         with world.relay_process(failpoints=place) as process:
             assert process.wait(timeout=30) == -signal.SIGKILL
         with world.relay():
-            wait_until(lambda: recovered(world), what="the outbox to be recovered")
+            # Numbers leap once in five seconds.
+            wait_until(lambda: recovered(world), timeout_s=30, what="the outbox to be recovered")
             world.publish(20, keys=5, tag=new)
             count = sum(size for _, size in parts)
             wait_until(lambda: len(list(world.records())) == count, timeout_s=30, what="what is new")  # noqa: B023
@@ -218,8 +219,8 @@ def test_no_number_of_what_a_copy_of_the_disk_forgot_is_given_out_again(world: W
     world.rows("SELECT setval('mqlayer.source_source_id_seq', 1), setval('mqlayer.epoch', 1)")
     world.publish(5, keys=1, tag="new")
     with world.relay():
-        wait_until(lambda: recovered(world), what="the outbox to be recovered")
-        wait_until(lambda: len(list(world.records())) == 28, what="what is new")
+        wait_until(lambda: recovered(world), timeout_s=30, what="the outbox to be recovered")
+        wait_until(lambda: len(list(world.records())) == 28, timeout_s=30, what="what is new")
     assert epochs(world.dsn) > last_epoch
     assert values(world) == {
         "key-0": [f"m-{n}" for n in range(10)] + ["direct"] * 3 + [f"lost-{n}" for n in range(10)]
@@ -257,7 +258,7 @@ USED = "SELECT last_value FROM mqlayer.topic_topic_id_seq"
 NOTE_LEAP = """SELECT setval('mqlayer.repaired_at', floor(extract(epoch FROM clock_timestamp()))::bigint + %s)"""
 
 
-@pytest.mark.parametrize("noted_s", [-3600, -5, 2, 3600], ids="{:+}s".format)
+@pytest.mark.parametrize("noted_s", [-3600, -5, 4, 3600], ids="{:+}s".format)
 def test_numbers_leap_whatever_a_clock_that_was_set_makes_of_the_last_leap(
     database_dsn: str, roles: Roles, noted_s: int
 ) -> None:
@@ -284,7 +285,7 @@ def test_a_clock_set_ahead_lets_numbers_leap_5_seconds_after_the_last_leap_by_it
         closing(psycopg.connect(database_dsn, autocommit=True)) as owner,
         closing(psycopg.connect(roles.login(Right.RELAY), autocommit=True)) as relay,
     ):
-        owner.execute(NOTE_LEAP, [-1])
+        owner.execute(NOTE_LEAP, [0])
         with pytest.raises(pg_errors.LockNotAvailable, match="less than 5 seconds ago"):
             relay.execute(LEAP)
         owner.execute(NOTE_LEAP, [-5])

@@ -32,13 +32,15 @@ def test_members_go_on_under_epochs_above_all_that_may_have_been_lost(stage: Sta
     with stage.database.connection() as connection:
         connection.execute("UPDATE mqlayer.consumer_group SET allocation = allocation - 1")
     promote(stage.database)
-    assert rearm_lost_nodes(stage.runtime) == {"node-1": "armed"}
+    # Its member is told at the same time, and may arm it first.
+    assert rearm_lost_nodes(stage.runtime) in ({"node-1": "armed"}, {})
+    held = member_of(app).owned
+    # Under the former ones a handler might begin what it can't settle any more.
+    wait_until(lambda: {epoch > LEAP for epoch, _ in held().values()} == {True}, what="epochs above the leap")
     stage.send_numbers(keys=5, each=4, first=5)
     wait_until(lambda: recorder.count() == 40, timeout_s=20, what="what came since handled")
     recorder.assert_in_order()
     assert len(recorder.ended) == 40
-    held = member_of(app).owned
-    wait_until(lambda: {epoch > LEAP for epoch, _ in held().values()} == {True}, what="epochs above the leap")
 
 
 def test_one_of_all_that_see_it_sees_to_it(database_dsn: str) -> None:

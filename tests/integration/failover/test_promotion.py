@@ -144,7 +144,7 @@ def test_members_and_receivers_leave_the_old_primary_behind_the_same_address(
     recorder.assert_in_order()
     received: set[bytes] = set()
     while received < {b"5", b"6", b"7", b"8"}:
-        batch = receiver.receive(wait_s=5)
+        batch = receiver.receive(wait_s=20)
         assert batch, "what came to the new one is not given out"
         received |= {message.body for message in batch}
         # The first ones may still be the old one's.
@@ -220,7 +220,8 @@ def test_an_old_primary_is_never_armed_again_by_whoever_still_reaches_it(
         # A real fail-back: it follows the one that took its place, and is promoted.
         with client_of(pair.primary) as old:
             old.replicaof("127.0.0.1", str(pair.replica.port))
-            wait_until(lambda: old.info("replication")["master_link_status"] == "up", what="it to follow")
+            # Its new primary waits five seconds for others that want all of its data.
+            wait_until(lambda: old.info("replication")["master_link_status"] == "up", timeout_s=30, what="it to follow")
             old.replicaof("NO", "ONE")
         rearm_node(runtime_of(database, key_prefix), "node-1")
         assert find_node(database, "node-1").armed_run_id != armed

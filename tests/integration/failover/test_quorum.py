@@ -160,7 +160,7 @@ def test_the_only_replica_that_confirmed_dies_with_the_primary(
             producer.send(durability, key="k", body=b"second", timeout_s=PATIENCE_S)
         else:
             with pytest.raises(PublishUnknown, match="1 of 2 replicas have it"):
-                producer.send(durability, key="k", body=b"second", timeout_s=1.5)
+                producer.send(durability, key="k", body=b"second", timeout_s=4)
         servers.replicas[2].kill()
         servers.primary.erase()
         servers.wait_promoted()

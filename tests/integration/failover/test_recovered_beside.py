@@ -59,7 +59,7 @@ def test_a_relay_at_work_notices_that_another_one_numbered_the_outbox_anew(world
         recover_now(runtime_of(database, settings=world.settings(), application=database))
         assert world.rows("SELECT outbox_uuid FROM mqlayer_app.identity") != before
         world.publish(60, keys=10, tag="new")
-        wait_until(lambda: len(list(world.records())) == 100, timeout_s=10, what="what is new to arrive")
+        wait_until(lambda: len(list(world.records())) == 100, timeout_s=30, what="what is new to arrive")
         wait_until(lambda: relay.health().ready, what="the relay to be ready")
     assert values(world) == expected(10, ("m", 40), ("new", 60))
 
@@ -116,9 +116,10 @@ def test_a_relay_that_was_stopped_while_it_was_numbered_anew_records_nothing_by_
         wait_until(lambda: is_stopped(process), timeout_s=30, what="the relay to come to its progress")
         world.rows("UPDATE mqlayer_app.identity SET timeline = -1")
         with world.relay():
-            wait_until(lambda: world.rows("SELECT sum(seq) FROM mqlayer_app.counter") == [(0,)], what="new numbers")
+            numbers = "SELECT sum(seq) FROM mqlayer_app.counter"
+            wait_until(lambda: world.rows(numbers) == [(0,)], timeout_s=30, what="new numbers")
             world.publish(3, keys=1, tag="new")
-            wait_until(lambda: world.rows(moved) == [(3, 3)], what="what is new recorded")
+            wait_until(lambda: world.rows(moved) == [(3, 3)], timeout_s=30, what="what is new recorded")
             process.send_signal(signal.SIGCONT)
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=20) == 0

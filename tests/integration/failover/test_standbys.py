@@ -135,7 +135,7 @@ def change_under_way(shop: Shop, directory: Path) -> Iterator[Callable[[], None]
 
     changing = threading.Thread(target=change, name="change")
     changing.start()
-    wait_until(reached.exists, what="the parent to be sealed")
+    wait_until(reached.exists, timeout_s=PATIENCE_S, what="the parent to be sealed")
     try:
         yield go_on.touch
     finally:
@@ -202,7 +202,9 @@ def test_a_promoted_asynchronous_standby_keeps_what_it_has_in_order_and_names_th
         shop.wait_acknowledged(20)
         trio.wait_in_step()
         trio.cut_connection("asynchronous")
+        there = set(shop.acknowledged)
         shop.wait_acknowledged(20)
+        wait_until(lambda: set(values(shop)) & (shop.acknowledged - there), what="some of these relayed")
         trio.primary.kill()
         trio.synchronous.kill()
         shop.move_to(trio.promote("asynchronous"))
@@ -212,7 +214,7 @@ def test_a_promoted_asynchronous_standby_keeps_what_it_has_in_order_and_names_th
     lost = shop.acknowledged - set(bills)
     assert len(lost) > 10, "all but those that were under way when the connection was cut"
     with shop.world.relay():
-        wait_until(lambda: {(key, number) for key, number in values(shop)} >= set(bills), what="all bills relayed")
+        wait_until(lambda: set(values(shop)) >= set(bills), timeout_s=PATIENCE_S, what="all bills relayed")
     held = values(shop)
     assert {one for one in held if one not in lost} == set(bills)
     assert [one for one in held if one not in lost] == sorted(bills), "each once, and in its key's order"
@@ -234,7 +236,7 @@ def test_without_its_synchronous_standby_publishers_wait_and_nothing_else_breaks
         producer.send("orders", key="direct", body=b"1")
         shop.wait_acknowledged(10)
         trio.synchronous.kill()
-        wait_until(lambda: shop.world.rows(waiting) == [(True,)], what="a commit to wait")
+        wait_until(lambda: shop.world.rows(waiting) == [(True,)], timeout_s=PATIENCE_S, what="a commit to wait")
         producer.send("orders", key="direct", body=b"2")
         found = diagnose(shop.world.settings(), limits=CheckLimits(synchronous_s=0.0))
         (finding,) = (one for one in found if one.check == "durability" and "synchronous" in one.seen)
@@ -248,7 +250,7 @@ def test_without_its_synchronous_standby_publishers_wait_and_nothing_else_breaks
         shop.wait_acknowledged(20)
         wait_ready(shop, relay.health)
         trio.synchronous.kill()
-        wait_until(lambda: shop.world.rows(waiting) == [(True,)], what="a commit to wait")
+        wait_until(lambda: shop.world.rows(waiting) == [(True,)], timeout_s=PATIENCE_S, what="a commit to wait")
         # As the doctor says where the standby stays away.
         trio.wait_for("")
         shop.wait_acknowledged(20)
@@ -263,7 +265,7 @@ def test_without_its_synchronous_standby_publishers_wait_and_nothing_else_breaks
 def test_an_address_that_leads_to_a_standby_is_refused_and_named(trio: Trio) -> None:
     """Rows become visible in another order there. Of several hosts, the one that takes writes is asked."""
     for dsn in (trio.asynchronous.dsn(DATABASE), trio.dsn(DATABASE, writes=False)):
-        with Database(dsn, timeout_s=0.5) as database:
+        with Database(dsn, timeout_s=2.0) as database:
             with pytest.raises(StoreUnavailable, match="standby") as refused, database.connection():
                 pass
             assert str(trio.asynchronous.port) in str(refused.value)

@@ -35,9 +35,9 @@ HOSTILE: Final[Mapping[str, Mapping[str, str]]] = {
     "literals": {"standard_conforming_strings": "off", "backslash_quote": "on", "escape_string_warning": "off"},
     "arrays and nulls": {"array_nulls": "off", "transform_null_equals": "on"},
     "output": {"bytea_output": "escape", "extra_float_digits": "-15", "quote_all_identifiers": "on"},
-    "hasty statements": {"statement_timeout": "150ms"},
-    "hasty locks": {"lock_timeout": "1ms"},
-    "hasty idling": {"idle_in_transaction_session_timeout": "100ms", "idle_session_timeout": "150ms"},
+    "hasty statements": {"statement_timeout": "500ms"},
+    "hasty locks": {"lock_timeout": "50ms"},
+    "hasty idling": {"idle_in_transaction_session_timeout": "500ms", "idle_session_timeout": "1s"},
     "no path": {"search_path": ""},
     "a path of others": {"search_path": "evil, pg_catalog, public"},
     "asynchronous": {"synchronous_commit": "off"},
@@ -51,7 +51,8 @@ HOSTILE: Final[Mapping[str, Mapping[str, str]]] = {
     "ends on errors": {"exit_on_error": "on"},
     "strict functions": {"plpgsql.extra_errors": "all", "plpgsql.check_asserts": "off"},
 }
-"""Sets of settings by name; those that can be given to a database or role."""
+"""Sets of settings by name; those that can be given to a database or role. The hasty ones leave an application the time
+to say what it needs, on a busy machine too."""
 EVIL: Final = """
 CREATE SCHEMA evil;
 GRANT USAGE ON SCHEMA evil TO public;
