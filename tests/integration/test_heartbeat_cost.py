@@ -293,7 +293,10 @@ class HeldBack:
         return self._database.rows(statement, facts)
 
 
-def test_heartbeats_of_a_process_that_wait_go_together_and_each_gets_its_own_answer(stage: Stage, group: Group) -> None:
+def test_heartbeats_of_a_process_that_wait_go_together_and_each_gets_its_own_answer(
+    stage: Stage, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat_sender, "PATIENCE_S", 60.0)
     other = ensure_group(
         stage.runtime, RouteCache(stage.database), topic=stage.topic, name="other", settings=GroupSettings()
     )
@@ -351,6 +354,7 @@ def test_a_heartbeat_waits_for_others_and_one_with_a_reason_for_none(
     stage: Stage, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat_sender, "GATHER_S", 60.0)
+    monkeypatch.setattr(heartbeat_sender, "PATIENCE_S", 60.0)
     monkeypatch.setattr(heartbeat_sender, "MOST", 3)
     listeners = [Listener(stage, group, f"m{number}") for number in range(3)]
     held = HeldBack(stage.database)
