@@ -235,13 +235,13 @@ def test_filling_up_takes_its_time_and_keeps_its_locks(
     plain = partition_refill.PartitionRefill._append
 
     def append(refill: partition_refill.PartitionRefill, *args: Any) -> str:
-        threading.Event().wait(0.1)
+        threading.Event().wait(0.3)
         return plain(refill, *args)
 
     monkeypatch.setattr(partition_refill.PartitionRefill, "_append", append)
     monkeypatch.setattr(partition_refill, "SEEN_EVERY_S", 0.0)
     monkeypatch.setattr(outbox_resend, "ROWS_PER_READ", 1)
-    monkeypatch.setitem(nodes.TIMEOUTS, "idle", "500ms")
+    monkeypatch.setitem(nodes.TIMEOUTS, "idle", "2s")
     scene.rearm()
     assert scene.meta(1)["seal"] == scene.seal_id()
 
