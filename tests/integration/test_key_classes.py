@@ -19,6 +19,8 @@ from tests.proof.runtimes import runtime_of
 
 FLOOD = 6_000
 BY_PREFIX = "prefix:/"
+PATIENT_S = 20.0
+"""A lease that does not run out under a flood: messages would be handled again."""
 
 
 def flood(stage: Stage, *, keys: int, each: int, tenant: str = "big") -> None:
@@ -43,7 +45,8 @@ def test_a_flood_lets_another_tenants_messages_pass(stage: Stage, keys: int) -> 
     flood(stage, keys=keys, each=FLOOD // keys)
     flood(stage, keys=5, each=2, tenant="small")
     recorder = Recorder(act=pace)
-    app = stage.consume(recorder, key_class=BY_PREFIX, concurrency=4, prefetch_count=100)
+    settings = stage.settings(lease_s=PATIENT_S)
+    app = stage.consume(recorder, key_class=BY_PREFIX, concurrency=4, prefetch_count=100, settings=settings)
     stage.wait_settled(timeout_s=40)
     assert behind(recorder, "small") < FLOOD / 4
     assert recorder.count() == FLOOD + 10
@@ -56,7 +59,7 @@ def test_keys_stay_in_order_while_classes_change_and_partitions_move(stage: Stag
     recorder = Recorder(act=pace)
     operator = runtime_of(stage.database, actor="test")
     flood(stage, keys=20, each=100)
-    rules: dict[str, Any] = {"concurrency": 4, "prefetch_count": 40}
+    rules: dict[str, Any] = {"concurrency": 4, "prefetch_count": 40, "settings": stage.settings(lease_s=PATIENT_S)}
     first = stage.consume(recorder, key_class=BY_PREFIX, **rules)
     wait_until(lambda: recorder.count() > 100, what="some are handled")
     set_group(operator, stage.topic, "g", key_class="header:tenant")
