@@ -483,7 +483,7 @@ def test_functions_that_a_caller_can_mislead_and_a_superusers_schema_are_told_un
             ("default_transaction_isolation", "serializable", "read committed"),
             ("default_transaction_read_only", "on", "off"),
             ("synchronous_commit", "off", "local"),
-            ("statement_timeout", "40ms", "2min"),
+            ("statement_timeout", "900ms", "2min"),
             ("lock_timeout", "5", "30s"),
             ("client_encoding", "latin1", "utf8"),
             ("session_replication_role", "replica", "origin"),

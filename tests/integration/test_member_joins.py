@@ -76,11 +76,13 @@ def test_one_more_member_under_load_moves_few_partitions_and_the_others_go_on(
         newcomer = member_of(stage.consume(watched, settings=settings)).member_id
         wait_until(
             lambda: sum(owner == newcomer for owner in stage.owners().values()) == PARTITIONS // (members + 1),
+            timeout_s=30,
             what="the new member's share",
         )
         counts = {partition: len(times) for partition, times in watched.times.items()}
         wait_until(
             lambda: all(len(watched.times[partition]) > count + 5 for partition, count in counts.items()),
+            timeout_s=30,
             what="all partitions to go on",
         )
         ended = awake_s()
