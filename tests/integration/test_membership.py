@@ -407,7 +407,7 @@ def test_two_rebalances_at_once_make_one_change(members: Members) -> None:
     before = members.allocation()
     with ThreadPoolExecutor(2) as pool:
         work = [
-            pool.submit(change_group, members.stage.database, group_id, lambda c: rebalance(c, group_id))
+            pool.submit(change_group, members.stage.database, group_id, lambda c: rebalance(c, group_id), idle_s=30.0)
             for _ in range(2)
         ]
         assert sorted(one.result() for one in work) == [False, True]
