@@ -203,7 +203,7 @@ def test_attempts_in_place_go_on_behind_what_an_operator_gives_back(stage: Stage
     failing = Failing(stage)
     first, second = failing.publish(("k", b"1"), ("k", b"2"))
     failing.dead_letter(first)
-    set_group(runtime_of(stage.database, actor="ann"), "orders", "g", backoff_s=(0.01, 0.01, 1.0))
+    set_group(runtime_of(stage.database, actor="ann"), "orders", "g", backoff_s=(0.01, 0.01, 3.0))
     tries: list[int] = []
 
     def act(body: bytes, ctx: Context) -> None:
@@ -261,7 +261,8 @@ def test_a_member_follows_single_changes(stage: Stage, monkeypatch: pytest.Monke
     monkeypatch.setattr(ParkingStore, "keys", noted)
     shop = ParkingShop("a", "b", "c")
     stage.send([(key, b"1") for key in "abc"])
-    stage.consume(shop.recorder, backoff_s=(LATER_S,))
+    # A member whose lease ran out would read all keys again.
+    stage.consume(shop.recorder, backoff_s=(LATER_S,), settings=stage.settings(lease_s=20.0))
     wait_until(lambda: len(parked(stage)) == 3, what="all parked")
     stage.wait_settled()
     shop.broken.clear()

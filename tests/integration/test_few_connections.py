@@ -28,7 +28,7 @@ from tests.proof.route_steps import move, split
 from tests.proof.runtimes import runtime_of
 from tests.proof.world import World
 
-SHORT_S = 1.0
+SHORT_S = 5.0
 """How long a pool is asked for a connection that it can't have."""
 
 pytestmark = pytest.mark.world(nodes=2, relayed=50, tasks=True)

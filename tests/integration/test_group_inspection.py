@@ -93,7 +93,7 @@ def test_a_failing_key_is_shown_with_its_attempts_and_its_next_one_and_not_with_
     before = datetime.now(UTC)
     stage.send(((f"key-{n % 4}", b"%d" % n) for n in range(40)), source=77)
     recorder = Recorder(act)
-    stage.consume(recorder, backoff_s=(0.01, 300.0), policy="block")
+    stage.consume(recorder, backoff_s=(0.01, 300.0), policy="block", settings=stage.settings(lease_s=20.0))
     wait_until(lambda: recorder.count() == 30, what="the other keys")
     wait_until(lambda: lag_of(typed, "orders", "g")["lag"] == 11, what="what is settled to be known")
     wait_until(lambda: stage_attempts(typed) == 2, what="both attempts to be counted")

@@ -27,7 +27,8 @@ FILTERS: Mapping[str, Mapping[str, Any]] = {"all": {}, "tagged": {"tag_filter": 
 
 def consuming(stage: Stage, recorder: Recorder, options: Mapping[str, Any]) -> None:
     """Start a member, and wait until all partitions are open."""
-    app = stage.consume(recorder, **options)
+    # One whose lease ran out would take all locks, and read all, once more.
+    app = stage.consume(recorder, settings=stage.settings(lease_s=20.0), **options)
     member = member_of(app)
 
     def are_open() -> bool:

@@ -60,7 +60,7 @@ def test_a_key_that_fails_is_explained_by_its_head_and_the_others_have_nothing_w
 
     stage.send_numbers(keys=4, each=10)
     recorder = Recorder(act)
-    stage.consume(recorder, backoff_s=(300.0,), policy="block")
+    stage.consume(recorder, backoff_s=(300.0,), policy="block", settings=stage.settings(lease_s=20.0))
     wait_until(lambda: recorder.count() == 30, what="the other keys")
     wait_until(lambda: (explained(typed, "key-0", "g")["head"] or {}).get("attempts"), what="the attempt to be counted")
     wait_until(lambda: explained(typed, "key-1", "g")["head"] is None, what="what is settled to be known")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from itertools import pairwise
+from itertools import count, islice, pairwise
 from math import ceil
 from statistics import median
 
@@ -17,10 +17,12 @@ from mqlayer.groups.admin import set_group
 from mqlayer.groups.members import HeartbeatReply, MemberSession
 from tests.fixtures.consumers import Recorder, Stage, StartStage, member_of
 from tests.fixtures.variants import some_of
-from tests.fixtures.wait import wait_until
+from tests.fixtures.wait import awake_s, wait_until, within
 from tests.proof.runtimes import runtime_of
 
 PARTITIONS = 12
+PATIENT_S = 20.0
+"""A lease that does not run out on a busy machine: partitions would be taken anew."""
 
 
 class Load:
@@ -51,7 +53,7 @@ class Watched:
         self.epochs: dict[int, set[int]] = defaultdict(set)
 
     def __call__(self, _body: bytes, ctx: Context) -> None:
-        self.times[ctx.partition].append(time.monotonic())
+        self.times[ctx.partition].append(awake_s())
         self.epochs[ctx.partition].add(ctx.epoch)
 
 
@@ -61,8 +63,8 @@ def test_one_more_member_under_load_moves_few_partitions_and_the_others_go_on(
 ) -> None:
     """Case 45: those that stay keep their owner and epoch, and get stuck no longer than before it came."""
     stage = start_stage(redis_url, partitions=PARTITIONS)
-    watched = Watched()
-    apps: list[App] = [stage.consume(watched) for _ in range(members)]
+    watched, settings = Watched(), stage.settings(lease_s=PATIENT_S)
+    apps: list[App] = [stage.consume(watched, settings=settings) for _ in range(members)]
     names = {member_of(app).member_id for app in apps}
     wait_until(lambda: set(stage.owners().values()) == names, what="each to own something")
     wait_until(lambda: all(target == owner for _, owner, _, target in stage.assignments()), what="no hand-over")
@@ -70,18 +72,20 @@ def test_one_more_member_under_load_moves_few_partitions_and_the_others_go_on(
     try:
         wait_until(lambda: len(watched.times) == PARTITIONS, what="all partitions to be handled")
         before = {partition: (owner, epoch) for partition, owner, epoch, _ in stage.assignments()}
-        began = time.monotonic()
-        newcomer = member_of(stage.consume(watched)).member_id
+        began = awake_s()
+        newcomer = member_of(stage.consume(watched, settings=settings)).member_id
         wait_until(
             lambda: sum(owner == newcomer for owner in stage.owners().values()) == PARTITIONS // (members + 1),
+            timeout_s=30,
             what="the new member's share",
         )
         counts = {partition: len(times) for partition, times in watched.times.items()}
         wait_until(
             lambda: all(len(watched.times[partition]) > count + 5 for partition, count in counts.items()),
+            timeout_s=30,
             what="all partitions to go on",
         )
-        ended = time.monotonic()
+        ended = awake_s()
     finally:
         load.close()
     after = {partition: (owner, epoch) for partition, owner, epoch, _ in stage.assignments()}
@@ -133,13 +137,13 @@ def test_an_answer_of_an_earlier_allocation_that_comes_late_is_ignored(
 ) -> None:
     """Case 49: it takes nothing, drops nothing and sets nothing, whatever was assigned or set since."""
     stage = start_stage(redis_url, partitions=4)
-    recorder = Recorder()
-    first = member_of(stage.consume(recorder))
+    recorder, settings = Recorder(), stage.settings(lease_s=PATIENT_S)
+    first = member_of(stage.consume(recorder, settings=settings))
     wait_until(lambda: len(first.owned()) == 4, what="all partitions")
     answers = LateAnswers(first, monkeypatch)
     heard = answers.heard
     wait_until(lambda: heard, what="an answer that is late later on")
-    second = stage.consume(recorder)
+    second = stage.consume(recorder, settings=settings)
     other = member_of(second)
     wait_until(lambda: [len(first.owned()), len(other.owned())] == [2, 2], what="half each")
     stage.send_numbers(keys=8, each=20)
@@ -169,13 +173,17 @@ def test_a_waiting_member_wakes_at_once_when_something_is_published(stage: Stage
 
     app = stage.consume(note)
     wait_until(lambda: len(member_of(app).owned()) == 2, what="both partitions")
-    waits = []
-    for number in range(1, 21):
-        sent = time.monotonic()
-        stage.send([(f"key-{number}", b"1")])
-        wait_until(lambda number=number: len(begun) == number, what="it to be handled")  # type: ignore[misc]
-        waits.append(begun[-1] - sent)
-    assert median(waits) < 0.2
+
+    def median_wait_s() -> float:
+        waits = []
+        for number in range(len(begun) + 1, len(begun) + 21):
+            sent = time.monotonic()
+            stage.send([(f"key-{number}", b"1")])
+            wait_until(lambda number=number: len(begun) == number, what="it to be handled")  # type: ignore[misc]
+            waits.append(begun[-1] - sent)
+        return median(waits)
+
+    within(median_wait_s, 0.2, what="the median of twenty waits")
 
 
 def test_appends_behind_a_blocked_head_are_read_and_wake_nobody_but_the_reader(stage: Stage) -> None:
@@ -190,14 +198,20 @@ def test_appends_behind_a_blocked_head_are_read_and_wake_nobody_but_the_reader(s
     stage.send([(key, b"0")])
     app = stage.consume(fail, policy="block", backoff_s=(60.0,))
     assert begun.wait(10)
-    before_s = used_s()
-    elapsed_s = stage.send_evenly(key, range(1, 1_200), per_s=1_000)
-    after_s = used_s()
-    used = {name: (after_s[name] - before_s[name]) / elapsed_s for name in before_s}
-    assert used.pop("mqlayer-g-node-1-reading") < 0.3
-    # By pick-up and settling none at all; a thread that looked at each append would take a multiple of this.
-    assert max(used.values()) < 0.03, used
-    wait_until(lambda: max(owned.next_read for owned in member_of(app).ownership.all()) == 1_201, what="all read")
+    numbers = count(1)
+
+    def used() -> float:
+        before_s = used_s()
+        elapsed_s = stage.send_evenly(key, islice(numbers, 1_199), per_s=1_000)
+        after_s = used_s()
+        used = {name: (after_s[name] - before_s[name]) / elapsed_s for name in before_s}
+        # By pick-up and settling none at all; a thread that looked at each append would take a multiple of this.
+        return max(used.pop("mqlayer-g-node-1-reading") / 0.3, max(used.values()) / 0.03)
+
+    # Whichever thread is at work then collects the garbage of all.
+    within(used, 1.0, what="the part that each thread may use")
+    sent = next(numbers)
+    wait_until(lambda: max(owned.next_read for owned in member_of(app).ownership.all()) == sent + 1, what="all read")
 
 
 def used_s() -> dict[str, float]:

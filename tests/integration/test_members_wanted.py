@@ -69,9 +69,11 @@ class Group:
     def _ask(self) -> int:
         last = self._samples[-361:]
         columns = [list(column) for column in zip(*last, strict=True)]
-        self.connection.execute("DELETE FROM mqlayer.sample")
-        self.connection.execute(PUT, [list(range(len(last)))[::-1], *columns])
-        row = self.connection.execute(ASKED, (1, 60.0)).fetchone()
+        # At one time: a minute may begin between two statements.
+        with self.connection.transaction():
+            self.connection.execute("DELETE FROM mqlayer.sample")
+            self.connection.execute(PUT, [list(range(len(last)))[::-1], *columns])
+            row = self.connection.execute(ASKED, (1, 60.0)).fetchone()
         return int(row[0]) if row and row[0] is not None else self.members
 
 

@@ -82,6 +82,7 @@ def test_each_group_says_what_became_of_it(stage: Stage, typed: Commands) -> Non
     failing.park(records[0], cause="exhausted", attempts=1)
     (dead_id,) = failing.dead_letter(records[1], reason="no such customer", actor="ops")
     stage.consume(Recorder(), group="done")
+    stage.wait_settled("done")
     parked, dead, waits = (typed.lines("message", "show", str(identity_of(one)))[0] for one in records)
     assert (states(parked)["g"], states(dead)["g"], states(waits)["g"]) == ("parked", "dead", "waiting")
     assert [(one["group"], one["error"]) for one in parked["attempts"]] == [("g", "KeyError at shop.py:9")]
@@ -101,6 +102,7 @@ def test_after_trimming_the_archive_knows_who_handled_it(stage: Stage, typed: Co
     set_archived(here, stage.topic, archived=True)
     stage.send([(f"k{number}", b"body") for number in range(600)])
     stage.consume(Recorder(), group="done")
+    stage.wait_settled("done")
     (seen, *_) = typed.lines("peek", "orders", "--limit", "1000")
     archive_pass(here)
     assert trim_pass(here).total > 0

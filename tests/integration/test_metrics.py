@@ -134,6 +134,13 @@ def test_processes_tell_of_appends_deliveries_failures_and_turns(world: World) -
         await asyncio.sleep(0.02)
 
     before = page_of(settings)
+
+    def told() -> Page | None:
+        # A turn ends, and an append is counted, behind what settles the messages.
+        page = scrape(port)
+        turns = page.value("messaging_process_duration_seconds_sum", messaging_consumer_group_name="slow")
+        return page if turns >= 30 * 0.02 and well_sent(page) - well_sent(before) >= 30 else None
+
     world.publish(20)
     with (
         health_endpoint(settings, app.health),
@@ -144,9 +151,10 @@ def test_processes_tell_of_appends_deliveries_failures_and_turns(world: World) -
         app.start()
         producer.send_many("orders", [mqlayer.Message(f"key-{number}", b"x") for number in range(10)])
         wait_until(lambda: all(member.stats.settled == 30 for member in app.members), what="all is settled")
-        page = scrape(port)
+        page = wait_until(told, what="the last turn and append to be told")
         members = [member.member_id for member in app.members]
         app.stop()
+    assert page is not None
     assert page.value("mqlayer_process_ready") == 1
     assert well_sent(page) - well_sent(before) == 30
     assert page.value("messaging_client_operation_duration_seconds_count", **SEND) >= 2
@@ -207,6 +215,8 @@ def test_several_processes_answer_each_on_a_port_of_its_own(world: World, tmp_pa
     (tmp_path / "metered_program.py").write_text(CONSUMERS)
     first = free_ports(3)
     variables = {"PYTHONPATH": str(tmp_path), "MQLAYER_METRICS": "1", "MQLAYER_HEALTH_PORT": str(first)}
+    # Ready is who has a lease: a short one comes and goes on a busy machine.
+    variables["MQLAYER_LEASE_S"] = "10"
     process = start_python(
         "mqlayer",
         "consume",
@@ -328,7 +338,7 @@ def test_a_silent_node_is_a_number_and_a_silent_postgres_leaves_no_old_samples(
 ) -> None:
     make_group(world, "orders", "ledger")
     take, meters = reader_meters
-    with open_runtime(world.settings(socket_timeout_s=1.0), name="mqlayer exporter") as runtime:
+    with open_runtime(world.settings(socket_timeout_s=5.0), name="mqlayer exporter") as runtime:
         exporter = SystemExporter(runtime, meters, every_s=60.0)
         exporter.sample()
         assert take("mqlayer.group.lag") == [4]

@@ -35,6 +35,7 @@ KEY: Final = b"k"
 PATTERN: Final = (WANTED, OTHER, ALIKE, VOID, WANTED, VOID, VOID, OTHER, WANTED, ALIKE)
 TURNS: Final = 30
 """How many times the pattern lies in the parent: less than one read takes."""
+PATIENT_S: Final = 20.0
 Way = Literal["single", "batch", "shared", "best effort"]
 WAYS: Final[tuple[Way, ...]] = ("single", "batch", "shared", "best effort")
 
@@ -92,6 +93,8 @@ def consume(stage: Stage, way: Way) -> list[bytes]:
     """Start a member in this way; return where it notes what its handler is given."""
     bodies: list[bytes] = []
     wanted = f"any:{WANTED}"
+    # What nobody settled in time is given again.
+    settings = stage.settings(lease_s=PATIENT_S)
 
     def one(body: bytes, _ctx: Context) -> None:
         bodies.append(body)
@@ -100,11 +103,11 @@ def consume(stage: Stage, way: Way) -> list[bytes]:
         bodies.extend(message.value for message in messages)
 
     if way == "shared":
-        share(stage, one, tag_filter=wanted)
+        share(stage, one, tag_filter=wanted, visibility_timeout_s=PATIENT_S)
     elif way == "batch":
-        stage.consume(several, tag_filter=wanted, batch=BatchOf("key", limit=7))
+        stage.consume(several, tag_filter=wanted, batch=BatchOf("key", limit=7), settings=settings)
     else:
-        stage.consume(one, tag_filter=wanted)
+        stage.consume(one, tag_filter=wanted, settings=settings)
     return bodies
 
 

@@ -62,7 +62,7 @@ def test_a_node_is_drained_and_removed_while_groups_consume(world: World, databa
     known_group_of_quiet(world)
     with consuming(world) as seen, world.relay():
         told: list[DrainStep] = []
-        report = drain_node(runtime, "node-1", timeout_s=30, tell=told.append)
+        report = drain_node(runtime, "node-1", timeout_s=60, tell=told.append)
         assert report.is_empty
         assert {one.partition for one in told if one.state == "moved"} == {one.partition for one in plan.moves}
         assert left_on(world, 1) == 0
@@ -231,7 +231,7 @@ def test_a_producer_finds_the_partitions_of_a_removed_node(world: World, databas
         for number in range(20):
             producer.send("orders", key=f"key-{number}", body=b"0")
         with consuming(world) as seen:
-            assert drain_node(world.runtime(), "node-1", timeout_s=30).is_empty
+            assert drain_node(world.runtime(), "node-1", timeout_s=60).is_empty
             remove_node(world.runtime(), "node-1")
             receipts = [producer.send("orders", key=f"key-{number}", body=b"1") for number in range(20)]
             wait_until(lambda: sum(map(len, seen.values())) >= 40, what="all to be handled")
