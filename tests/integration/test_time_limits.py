@@ -28,6 +28,8 @@ from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
 LIMIT_S = 2.0
+LEASE_S = 10.0
+"""Longer than handlers take: a lease that ran out meanwhile would give their messages to somebody else."""
 HELD: Any = None
 RECORD = Record(1, b"", b"k", b"")
 
@@ -72,7 +74,7 @@ def test_a_plain_handler_is_ended_when_its_time_is_up_and_its_message_is_tried_a
 
     recorder = Recorder(act)
     stage.send([("slow", b"1"), ("slow", b"2"), ("other", b"1")])
-    stage.consume(recorder, time_limit_s=LIMIT_S)
+    stage.consume(recorder, settings=stage.settings(lease_s=LEASE_S), time_limit_s=LIMIT_S)
     stage.wait_settled()
     recorder.assert_in_order()
     assert recorder.attempts(b"1") in ([1, 1, 2], [1, 2, 1])
@@ -144,7 +146,8 @@ def test_a_handler_that_extends_its_time_may_go_on_up_to_the_cap(stage: Stage) -
 
     recorder = Recorder(act)
     stage.send([("k", b"1")])
-    stage.consume(recorder, time_limit_s=LIMIT_S, max_time_limit_s=60.0)
+    settings = stage.settings(lease_s=LEASE_S)
+    stage.consume(recorder, settings=settings, time_limit_s=LIMIT_S, max_time_limit_s=60.0)
     stage.wait_settled()
     assert recorder.attempts(b"1") == [1]
     assert all(LIMIT_S / 2 < answer <= LIMIT_S for answer in answers)
@@ -156,7 +159,7 @@ def test_a_handler_of_many_leases_is_left_alone_up_to_the_cap_and_its_message_co
 ) -> None:
     """Case 70: heartbeats keep the message from another delivery, extensions go no further than the cap."""
     stage = start_stage(redis_url, partitions=2)
-    lease_s, cap_s = 2.0, 6.0
+    lease_s, cap_s = 3.0, 7.5
     begun: list[tuple[float, int]] = []
     ended: list[float] = []
 
@@ -222,7 +225,7 @@ def test_an_async_handler_is_cancelled_when_its_time_is_up(stage: Stage, caplog:
             raise
 
     stage.send([("k", b"1"), ("l", b"own")])
-    stage.consume(handle, time_limit_s=LIMIT_S)
+    stage.consume(handle, settings=stage.settings(lease_s=LEASE_S), time_limit_s=LIMIT_S)
     stage.wait_settled()
     assert sorted(seen) == ["1 again", "1 cancelled", "own again"]
     said = sorted(failures(caplog))
@@ -243,7 +246,8 @@ def test_an_async_handler_extends_its_time_from_any_thread(stage: Stage) -> None
                 await asyncio.to_thread(ctx.extend, LIMIT_S)
 
     stage.send([("k", b"here"), ("l", b"there")])
-    stage.consume(handle, time_limit_s=LIMIT_S, max_time_limit_s=30.0)
+    settings = stage.settings(lease_s=LEASE_S)
+    stage.consume(handle, settings=settings, time_limit_s=LIMIT_S, max_time_limit_s=30.0)
     stage.wait_settled()
     assert attempts == [1, 1]
 
