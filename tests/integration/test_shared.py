@@ -112,12 +112,12 @@ def test_a_member_keeps_what_it_is_at_for_longer_than_the_invisible_time_up_to_a
         times.append(time.monotonic())
 
     first, second = Recorder(act), Recorder(note)
-    share(stage, first, visibility_timeout_s=2.0, extend_limit_s=5.0)
+    share(stage, first, visibility_timeout_s=3.0, extend_limit_s=6.0)
     stage.send([("k", b"1")])
     wait_until(lambda: len(first.begun) == 1, what="begun")
-    share(stage, second, visibility_timeout_s=2.0)
+    share(stage, second, visibility_timeout_s=3.0)
     wait_until(lambda: len(times) == 2, timeout_s=20, what="given to the other")
-    assert times[1] - times[0] > 4.0
+    assert times[1] - times[0] > 5.0
     assert second.begun[0].attempt >= 1
     go_on.set()
     stage.wait_settled()

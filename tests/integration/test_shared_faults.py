@@ -76,8 +76,12 @@ def test_a_filter_holds_for_what_comes_again_from_a_member_that_is_gone(stage: S
     assert shared_member(app).stats.unmatched == 10
 
 
-def test_what_nobody_began_goes_to_others_at_once_while_a_member_that_leaves_is_still_at_work(stage: Stage) -> None:
+def test_what_nobody_began_goes_to_others_at_once_while_a_member_that_leaves_is_still_at_work(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Case 71: at a stop, and when an operator evicts it; what it is at stays its own."""
+    # Who is evicted has to live.
+    monkeypatch.setattr("tests.fixtures.consumers.LEASE_S", 10.0)
     evicted, stopped, others = Recorder(), Recorder(), Recorder()
     go_on = threading.Event()
     for recorder in (evicted, stopped):
