@@ -266,7 +266,7 @@ def test_an_operator_may_pass_over_a_message_that_waits(stage: Stage) -> None:
             raise ValueError("no")
 
     recorder = Recorder(act)
-    app = share(stage, recorder, backoff_s=(60.0,), visibility_timeout_s=0.5)
+    app = share(stage, recorder, backoff_s=(60.0,), visibility_timeout_s=5.0)
     stage.send_numbers(keys=1, each=3)
     wait_until(lambda: shared_member(app).stats.settled == 2, what="the others are settled")
     skipped = skip_head(
