@@ -59,7 +59,7 @@ def test_a_group_is_told_again_of_keys_that_are_due_for_a_while(failing: Failing
     database, before = failing.stage.database, failing.parking()
     failing.park(*failing.publish(("a", b"1")), due_in_s=600)
     failing.park(*failing.publish(("b", b"2")))
-    failing.park(*failing.publish(("c", b"3")), due_in_s=-1)
+    failing.park(*failing.publish(("c", b"3")), due_in_s=0)
     assert (retry_scan(database), failing.parking()) == (0, before), "not due, or not for long"
     failing.park(*failing.publish(("d", b"4")), due_in_s=-6)
     assert (retry_scan(database), failing.parking()) == (1, before + 1)

@@ -80,6 +80,7 @@ def test_a_count_goes_on_over_a_split_and_the_end_of_its_parent(world: World) ->
 
 @pytest.mark.world(relayed=5)
 def test_rows_are_bounded_by_the_minutes_kept_times_the_things_of_a_run(world: World) -> None:
+    wait_for_room_in_minute()
     here = world.runtime()
     for _ in range(6):
         assert take_samples(here, kept_s=180, objects_limit=2) == 2
@@ -98,6 +99,7 @@ def test_a_run_that_is_killed_costs_its_minute_at_most_and_makes_no_row_twice(
     TASKS["sample"]()
     shifted(world, 1)
     world.rows("UPDATE mqlayer.job SET next_at = now() RETURNING 1")
+    wait_for_room_in_minute(20)
     killed = ask_python("-c", PROGRAM, env=world.environment(f"{place}=kill"), cwd=tmp_path)
     assert killed.returncode == -9, killed.stderr
     assert count(world) == 2 + rows

@@ -30,7 +30,7 @@ def test_members_share_one_partition_and_each_message_is_handled_once(every_stag
 
     recorders = [Recorder(act) for _ in range(3)]
     for recorder in recorders:
-        share(every_stage, recorder, concurrency=2, prefetch_count=4)
+        share(every_stage, recorder, concurrency=2, prefetch_count=4, visibility_timeout_s=30.0)
     every_stage.send((keys[0], b"%d" % number) for number in range(40))
     wait_until(lambda: all(len(r.begun) == 2 for r in recorders), what="all of them are at work")
     go_on.set()
@@ -87,7 +87,7 @@ def test_what_fails_is_tried_again_and_dies_when_its_attempts_run_out(stage: Sta
             raise ValueError("no")
 
     recorder = Recorder(act)
-    app = share(stage, recorder, attempt_limit=3)
+    app = share(stage, recorder, attempt_limit=3, visibility_timeout_s=30.0)
     stage.send([("k", b"1"), ("k", b"bad"), ("k", b"2")])
     stage.wait_settled()
     assert recorder.attempts(b"bad") == [1, 2, 3]
@@ -112,12 +112,12 @@ def test_a_member_keeps_what_it_is_at_for_longer_than_the_invisible_time_up_to_a
         times.append(time.monotonic())
 
     first, second = Recorder(act), Recorder(note)
-    share(stage, first, visibility_timeout_s=0.2, extend_limit_s=0.8)
+    share(stage, first, visibility_timeout_s=3.0, extend_limit_s=6.0)
     stage.send([("k", b"1")])
     wait_until(lambda: len(first.begun) == 1, what="begun")
-    share(stage, second, visibility_timeout_s=0.2)
-    wait_until(lambda: len(times) == 2, what="given to the other")
-    assert times[1] - times[0] > 0.7
+    share(stage, second, visibility_timeout_s=3.0)
+    wait_until(lambda: len(times) == 2, timeout_s=20, what="given to the other")
+    assert times[1] - times[0] > 5.0
     assert second.begun[0].attempt >= 1
     go_on.set()
     stage.wait_settled()

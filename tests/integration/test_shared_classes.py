@@ -51,7 +51,7 @@ def test_a_flood_lets_another_tenants_messages_pass(stage: Stage) -> None:
     flood(stage, FLOOD)
     flood(stage, 10, tenant="small")
     recorder = Recorder(act=pace)
-    app = share(stage, recorder, key_class=BY_PREFIX, concurrency=4, prefetch_count=100)
+    app = share(stage, recorder, key_class=BY_PREFIX, concurrency=4, prefetch_count=100, visibility_timeout_s=30.0)
     stage.wait_settled(timeout_s=40)
     assert behind(recorder, "small") < FLOOD / 4
     assert recorder.count() == len(recorder.begun) == FLOOD + 10
@@ -91,10 +91,11 @@ def test_a_class_keeps_to_its_rate_and_its_concurrency_and_others_pass(stage: St
     began, awake, before = time.monotonic(), awake_s(), runs.count()
     flood(stage, 10, tenant="small")
     wait_until(lambda: runs.ended("small") == 10, what="small")
-    assert awake_s() - awake < 1.5
-    wait_until(lambda: runs.count() >= before + 10 + 2 * rate, what="two seconds' worth")
-    assert time.monotonic() - began > 0.75 * 2
-    assert awake_s() - awake < 1.4 * 2
+    assert awake_s() - awake < 4.0
+    wait_until(lambda: runs.count() >= before + 10 + 4 * rate, timeout_s=20, what="four seconds' worth")
+    # Members that stood still may begin a second's worth at once.
+    assert time.monotonic() - began > 0.75 * (4 - 1)
+    assert awake_s() - awake < 2 * 4
     assert runs.most["big"] == 2
 
 
@@ -109,14 +110,14 @@ def test_the_rule_changes_while_a_flood_waits_and_failing_messages_keep_their_at
 
     recorder, operator = Recorder(act=act), runtime_of(stage.database, actor="test")
     flood(stage, 600)
-    rules: dict[str, Any] = {"concurrency": 2, "prefetch_count": 40, "attempt_limit": 3}
+    rules: dict[str, Any] = {"concurrency": 2, "prefetch_count": 40, "attempt_limit": 3, "visibility_timeout_s": 30.0}
     app = share(stage, recorder, key_class=BY_PREFIX, **rules)
     wait_until(lambda: recorder.count() > 50, what="some are handled")
     set_group(operator, stage.topic, "g", key_class="header:tenant")
     wait_until(lambda: recorder.count() > 200, what="more are handled")
     set_group(operator, stage.topic, "g", key_class="none")
     stage.wait_settled(timeout_s=40)
-    assert not shared_member(app).prefetch.classes.active
+    wait_until(lambda: not shared_member(app).prefetch.classes.active, what="the member hears of the last rule")
     assert recorder.count() == 599
     assert recorder.attempts(failing) == [1, 2, 3]
     assert deferred(stage) == 0
@@ -139,7 +140,7 @@ def test_many_tenants_share_a_member_evenly(stage: Stage, monkeypatch: pytest.Mo
             begun[(ctx.key or "").partition("/")[0]] += 1
             # The last ones of a tenant may all be with workers.
             wanted = {name.encode() for name in names if begun[name] < 40}
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 20
         while not missed and wanted.difference(name for name, _ in classes.deferred_room(1.0).named):
             if time.monotonic() > deadline:
                 missed.append(ctx.key or "")
@@ -147,7 +148,7 @@ def test_many_tenants_share_a_member_evenly(stage: Stage, monkeypatch: pytest.Mo
         pace(body, ctx)
 
     recorder = Recorder(act=act)
-    app = share(stage, recorder, key_class=BY_PREFIX, concurrency=2, prefetch_count=80)
+    app = share(stage, recorder, key_class=BY_PREFIX, concurrency=2, prefetch_count=80, visibility_timeout_s=30.0)
     classes = shared_member(app).prefetch.classes
     for name in names:
         flood(stage, 50, tenant=name)
@@ -162,10 +163,10 @@ def test_many_tenants_share_a_member_evenly(stage: Stage, monkeypatch: pytest.Mo
 def test_a_member_that_ends_in_order_leaves_a_flood_for_others(stage: Stage) -> None:
     flood(stage, FLOOD)
     first, second = Recorder(act=pace), Recorder(act=pace)
-    app = share(stage, first, key_class=BY_PREFIX, concurrency=2, prefetch_count=40)
+    app = share(stage, first, key_class=BY_PREFIX, concurrency=2, prefetch_count=40, visibility_timeout_s=30.0)
     wait_until(lambda: deferred(stage) > FLOOD / 2 and first.count() > 10, what="the flood waits on the node")
     app.stop()
     assert {name for one in stage.partitions for name, count in pending(stage, one).items() if count} == {b"-"}
-    share(stage, second, key_class=BY_PREFIX, concurrency=4)
+    share(stage, second, key_class=BY_PREFIX, concurrency=4, visibility_timeout_s=30.0)
     stage.wait_settled(timeout_s=40)
     assert len(first.ended) + len(second.ended) == FLOOD

@@ -195,7 +195,7 @@ def test_reading_is_equal_beside_writers_an_archiver_trimming_and_days_that_go(
     with ThreadPoolExecutor(5) as pool:
         beside = [pool.submit(on_and_on, work) for work in (write, archive_and_trim, keep_few_days)]
         try:
-            wait_until(lambda: all(seen.values()) or any(one.done() for one in beside), what="all of it happens")
+            wait_until(lambda: all(seen.values()) or any(one.done() for one in beside), timeout_s=60, what="all of it")
             for looking in [pool.submit(look), pool.submit(look)]:
                 looking.result(timeout=60)
         finally:
@@ -209,16 +209,16 @@ def test_reading_is_equal_beside_writers_an_archiver_trimming_and_days_that_go(
     scene.close()
 
 
-def test_retention_that_meets_a_snapshot_in_the_making_spares_it(archived: ArchivedTopics, tmp_path: Path) -> None:
+def test_retention_that_meets_a_snapshot_in_the_making_spares_it(
+    archived: ArchivedTopics, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(TIMEOUTS, "lock_wait", "20s")
     archived.put("a", age_days=40)
+    failpoints.arm("snapshot.after_lock", f"mark:{tmp_path / 'reached'}")
     failpoints.arm("snapshot.after_lock", f"wait:{tmp_path / 'go'}")
     with ThreadPoolExecutor(2) as pool:
         making = pool.submit(create_snapshot, runtime_of(archived.database), "s")
-        wait_until(
-            lambda: archived.rows("SELECT 1 FROM pg_stat_activity WHERE state = 'idle in transaction' AND "
-                                  "datname = current_database()"),
-            what="the snapshot holds its topics",
-        )  # fmt: skip
+        wait_until((tmp_path / "reached").exists, what="the snapshot holds its topics")
         dropping = pool.submit(retain, runtime_of(archived.database), older_than=timedelta(days=10))
         wait_until(lambda: archived.rows("SELECT 1 FROM pg_locks WHERE NOT granted"), what="retention waits")
         (tmp_path / "go").touch()

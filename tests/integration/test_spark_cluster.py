@@ -173,9 +173,9 @@ def test_after_the_drivers_death_another_one_finds_the_same(
     (facts,) = two_workers.program().run("held-audit", tmp_path, dsn=filled.dsn)
     assert (facts["verdict"], facts["records"]) == ("clean", BATCHES * 42)
     # Nothing of the dead driver is left: neither an application, nor a session at the database.
-    wait_until(lambda: len(two_workers.state()["activeapps"]) == 1, what="the dead driver's application ends")
+    wait_until(lambda: len(two_workers.state()["activeapps"]) == 1, timeout_s=START_S, what="the dead one's end")
     reading = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'mqlayer spark'"
-    wait_until(lambda: not filled.rows(reading), what="readers' sessions end")
+    wait_until(lambda: not filled.rows(reading), timeout_s=START_S, what="readers' sessions end")
 
 
 def test_a_stream_goes_on_at_its_checkpoint_after_its_driver_and_a_worker_died(

@@ -222,7 +222,7 @@ def test_the_tests_of_a_django_project_pass_as_its_readme_says(stack: Stack, hom
         command("topic", "create", "orders")
     environment = {**os.environ, **variables(stack), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     words = ("pytest", "-q", "--assert=plain", "-p", "no:cacheprovider")
-    done = ask_python(*words, cwd=home / "shop", env=environment, timeout=60)
+    done = ask_python(*words, cwd=home / "shop", env=environment, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

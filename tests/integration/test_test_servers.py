@@ -75,7 +75,7 @@ def test_the_suite_of_the_page_passes_under_xdist_and_leaves_nothing(postgres_se
     given = without_addresses(MQLAYER_DSN=postgres_server.dsn("postgres"))
     (tmp_path / "test_engine.py").write_text(ENGINE)
     command = [*suite(tmp_path), "test_engine.py", "--mqlayer=real", "-n", "2"]
-    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, timeout=300, check=False)
     assert "10 passed" in done.stdout, done.stdout + done.stderr
     assert databases(postgres_server) == []
 
@@ -109,7 +109,11 @@ def test_the_database_of_a_killed_suite_goes_with_the_next_one(postgres_server: 
         dsn, prefix = left.enter_context(killed.database())
         with redis.Redis.from_url(redis_url) as client:
             client.set(f"{prefix}:one", "1")
-            killed._session.close()  # type: ignore[union-attr]
+            session = killed._session
+            assert session is not None
+            lives = f"SELECT 1 FROM pg_stat_activity WHERE pid = {session.info.backend_pid}"
+            session.close()
+            wait_until(lambda: not ask_postgres(postgres_server.dsn("postgres"), lives), what="its session ends")
             with living, living.database() as (other, _):
                 assert [name for (name,) in databases(postgres_server) if name in dsn] == []
                 assert [name for (name,) in databases(postgres_server) if name in other] != []

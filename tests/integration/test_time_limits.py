@@ -27,7 +27,9 @@ from tests.fixtures.variants import some_of
 from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
-LIMIT_S = 0.3
+LIMIT_S = 2.0
+LEASE_S = 10.0
+"""Longer than handlers take: a lease that ran out meanwhile would give their messages to somebody else."""
 HELD: Any = None
 RECORD = Record(1, b"", b"k", b"")
 
@@ -72,12 +74,12 @@ def test_a_plain_handler_is_ended_when_its_time_is_up_and_its_message_is_tried_a
 
     recorder = Recorder(act)
     stage.send([("slow", b"1"), ("slow", b"2"), ("other", b"1")])
-    stage.consume(recorder, time_limit_s=LIMIT_S)
+    stage.consume(recorder, settings=stage.settings(lease_s=LEASE_S), time_limit_s=LIMIT_S)
     stage.wait_settled()
     recorder.assert_in_order()
     assert recorder.attempts(b"1") in ([1, 1, 2], [1, 2, 1])
     assert recorder.bodies("slow") == [b"1", b"2"]
-    assert LIMIT_S - 0.05 <= ended_after[0] < LIMIT_S + 5
+    assert LIMIT_S / 2 <= ended_after[0] < LIMIT_S + 5
     (said,) = failures(caplog)
     assert said.startswith(f"the handler had {LIMIT_S:g} s for the message")
     assert f"{__file__}:" in said, "the place in the handler"
@@ -118,8 +120,8 @@ def test_a_limit_that_is_set_changed_or_taken_away_reaches_a_running_member(stag
     assert left[0] == left[3] == math.inf
     assert 5 < left[1] <= 50
     assert left[2] <= 5
-    set_group(runtime_of(stage.database, actor="a test"), "orders", "g", time_limit_s=0.1)
-    wait_until(lambda: member.settings.rules.time_limit_s == 0.1, what="the member to know")
+    set_group(runtime_of(stage.database, actor="a test"), "orders", "g", time_limit_s=1.0)
+    wait_until(lambda: member.settings.rules.time_limit_s == 1.0, what="the member to know")
     recorder.act = lambda _, ctx: work_for(30) if ctx.attempt == 1 else None
     stage.send([("k", b"9")])
     stage.wait_settled()
@@ -134,7 +136,7 @@ def test_a_handler_that_extends_its_time_may_go_on_up_to_the_cap(stage: Stage) -
 
     def act(_body: bytes, ctx: Context) -> None:
         for _ in range(10):
-            work_for(0.1)
+            work_for(0.3)
             answers.append(ctx.extend(LIMIT_S))
             answers.append(ctx.extend())
         assert ctx.extend(1000) <= 60
@@ -144,10 +146,11 @@ def test_a_handler_that_extends_its_time_may_go_on_up_to_the_cap(stage: Stage) -
 
     recorder = Recorder(act)
     stage.send([("k", b"1")])
-    stage.consume(recorder, time_limit_s=LIMIT_S, max_time_limit_s=60.0)
+    settings = stage.settings(lease_s=LEASE_S)
+    stage.consume(recorder, settings=settings, time_limit_s=LIMIT_S, max_time_limit_s=60.0)
     stage.wait_settled()
     assert recorder.attempts(b"1") == [1]
-    assert all(LIMIT_S - 0.05 < answer <= LIMIT_S for answer in answers)
+    assert all(LIMIT_S / 2 < answer <= LIMIT_S for answer in answers)
 
 
 @pytest.mark.parametrize("kind", some_of(["plain", "async"], 9))
@@ -156,7 +159,7 @@ def test_a_handler_of_many_leases_is_left_alone_up_to_the_cap_and_its_message_co
 ) -> None:
     """Case 70: heartbeats keep the message from another delivery, extensions go no further than the cap."""
     stage = start_stage(redis_url, partitions=2)
-    lease_s, cap_s = 0.6, 1.8
+    lease_s, cap_s = 3.0, 7.5
     begun: list[tuple[float, int]] = []
     ended: list[float] = []
 
@@ -184,7 +187,7 @@ def test_a_handler_of_many_leases_is_left_alone_up_to_the_cap_and_its_message_co
     stage.send([("k", b"1")])
     stage.wait_settled()
     assert [attempt for _, attempt in begun] == [1, 2]
-    assert cap_s - 0.05 <= ended[0] - begun[0][0] < cap_s + 2
+    assert cap_s - 1 <= ended[0] - begun[0][0] < cap_s + 5
     assert begun[1][0] >= ended[0]
 
 
@@ -222,7 +225,7 @@ def test_an_async_handler_is_cancelled_when_its_time_is_up(stage: Stage, caplog:
             raise
 
     stage.send([("k", b"1"), ("l", b"own")])
-    stage.consume(handle, time_limit_s=LIMIT_S)
+    stage.consume(handle, settings=stage.settings(lease_s=LEASE_S), time_limit_s=LIMIT_S)
     stage.wait_settled()
     assert sorted(seen) == ["1 again", "1 cancelled", "own again"]
     said = sorted(failures(caplog))
@@ -236,14 +239,15 @@ def test_an_async_handler_extends_its_time_from_any_thread(stage: Stage) -> None
     async def handle(body: bytes, ctx: Context) -> None:
         attempts.append(ctx.attempt)
         for _ in range(6):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.5)
             if body == b"here":
                 ctx.extend(LIMIT_S)
             else:
                 await asyncio.to_thread(ctx.extend, LIMIT_S)
 
     stage.send([("k", b"here"), ("l", b"there")])
-    stage.consume(handle, time_limit_s=LIMIT_S, max_time_limit_s=30.0)
+    settings = stage.settings(lease_s=LEASE_S)
+    stage.consume(handle, settings=settings, time_limit_s=LIMIT_S, max_time_limit_s=30.0)
     stage.wait_settled()
     assert attempts == [1, 1]
 

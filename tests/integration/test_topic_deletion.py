@@ -265,7 +265,7 @@ def test_force_ends_members_and_nothing_of_the_old_topic_comes_to_the_new_one(st
             go_on.wait(20)
 
     late = Recorder(hold)
-    app = stage.consume(late)
+    app = stage.consume(late, settings=stage.settings(lease_s=10.0))
     stage.send([("k", b"1"), ("k", b"2")])
     wait_until(lambda: late.begun, what="the first message")
     with kept_session(stage.dsn, autocommit=True) as connection:

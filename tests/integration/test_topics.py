@@ -91,7 +91,7 @@ def test_creating_a_topic_again_waits_for_no_publisher(database: Database, node:
         with ThreadPoolExecutor() as pool:
             again = pool.submit(create_topic, runtime_of(database, key_prefix, application=database), "orders")
             try:
-                assert again.result(5).version == 1
+                assert again.result(20).version == 1
             finally:
                 slow.rollback()
 

@@ -158,7 +158,10 @@ def test_a_request_is_followed_through_outbox_relay_and_every_kind_of_handler(
             assert facts["messaging.message.id"] == message_id
         inner = spans.one(f"query of {group}")
         assert ids(inner.parent) == ids(process)
-        settle = spans.one("settle orders", messaging__consumer__group__name=group)
+        # Its span follows the count of what is settled.
+        name = {"messaging__consumer__group__name": group}
+        wait_until(lambda name=name: spans.named("settle orders", **name), what="the call's span")  # type: ignore[misc]
+        settle = spans.one("settle orders", **name)
         assert (settle.kind, linked(settle)) == (SpanKind.CLIENT, [ids(process)])
     told = json.dumps([json.loads(span.to_json()) for span in spans.all()])
     assert "secret" not in told
@@ -358,14 +361,14 @@ def test_receivers_make_spans_of_calls_and_their_messages_give_the_context(world
     creates = [ids(span) for span in spans.named("create orders")]
     settings = world.settings(traces=True)
     with mqlayer.Receiver("orders", group="popped", settings=settings) as receiver:
-        messages = receiver.receive(wait_s=5.0)
+        messages = receiver.receive(wait_s=20.0)
         with spans.tracer.start_as_current_span("work", context=messages[0].trace_context()) as work:
             receiver.ack(messages[:1])
         receiver.nack(messages[1])
 
     async def receive() -> None:
         async with mqlayer.AsyncReceiver("orders", group="popped", settings=settings) as receiver:
-            (message,) = await receiver.receive(wait_s=5.0)
+            (message,) = await receiver.receive(wait_s=20.0)
             with spans.tracer.start_as_current_span("async work"):
                 await receiver.ack([message])
 
@@ -435,6 +438,7 @@ def test_a_collector_receives_the_spans_of_a_program_that_set_no_provider(world:
     with collector() as (address, requests):
         variables = {
             "MQLAYER_TRACES": "true",
+            "MQLAYER_LEASE_S": "10",
             "OTEL_EXPORTER_OTLP_ENDPOINT": address,
             "OTEL_SERVICE_NAME": "shop",
             "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",

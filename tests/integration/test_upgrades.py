@@ -221,7 +221,11 @@ def test_a_refused_member_with_a_stuck_handler_waits_for_it_once(stage: Stage) -
     stage.send([("key", b"1")])
     assert begun.wait(20)
     refusing_old(stage)
-    wait_until(lambda: ask(stage, "SELECT FROM mqlayer.member WHERE lease_until > '-infinity'") == [], what="its end")
+    wait_until(
+        lambda: ask(stage, "SELECT FROM mqlayer.member WHERE lease_until > '-infinity'") == [],
+        timeout_s=30,
+        what="its end",
+    )
     began = awake_s()
     assert not app.stop(timeout_s=20), "the handler runs on, and can't settle"
     assert awake_s() - began < 10
