@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
