@@ -118,7 +118,7 @@ class Breaker:
         """Wait until a probe has failed and none is under way; return how many failed, and when the last one did."""
         query = "SELECT probes, changed_at FROM mqlayer.breaker WHERE state = 'open' AND probes > 0"
         with self.stage.database.connection() as connection:
-            row = wait_until(lambda: connection.execute(query).fetchone(), timeout_s=30, what="a probe failed")
+            row: Any = wait_until(lambda: connection.execute(query).fetchone(), timeout_s=30, what="a probe failed")
         return row[0], row[1]
 
     def wait(self, state: str, *, timeout_s: float = 40.0) -> None:
