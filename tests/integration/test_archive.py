@@ -597,11 +597,11 @@ def test_a_snapshot_that_is_being_made_is_waited_for(archive_scene: ArchiveScene
 def test_a_day_that_somebody_reads_is_left_for_the_next_call(
     archive_scene: ArchiveScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(TIMEOUTS, "lock_wait", "100ms")
     archive_scene.send(1, LOW, b"1")
     archive_scene.archive()
     archive_scene.age(40)
-    with kept_session(archive_scene.dsn) as reading:
+    with kept_session(archive_scene.dsn) as reading, monkeypatch.context() as patch:
+        patch.setitem(TIMEOUTS, "lock_wait", "100ms")
         reading.execute("SELECT 1 FROM mqlayer_archive.record").fetchall()
         assert days(archive_scene) == ["busy"]
     assert days(archive_scene) == ["dropped"]

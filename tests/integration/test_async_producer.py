@@ -211,7 +211,7 @@ def test_a_full_partition_is_an_error_or_a_wait(world: World) -> None:
             waiting = asyncio.ensure_future(producer.send("narrow", key="k", body=b"3", on_backlog="wait"))
             # A message under way could not be withdrawn.
             topic = producer._engine._topics["narrow"]
-            await until(lambda: pauses(topic, 0.1), "the partition to pause")
+            await until(lambda: pauses(topic, 0.5), "the partition to pause")
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
@@ -28,6 +27,7 @@ from tests.fixtures.wait import awake_s, wait_until
 pytestmark = pytest.mark.usefixtures("as_consumer")
 
 WAIT_S: Final = 5.0
+HANGS_S: Final = 8.0
 KEYS: Final = 10
 EACH: Final = 20
 
@@ -140,7 +140,7 @@ def test_waiting_calls_need_no_thread_each_and_end_in_time(one: Stage) -> None:
         async with receiver_of(one) as receiver:
             assert await receiver.receive(wait_s=0) == []
             threads = threading.active_count()
-            calls = [asyncio.create_task(receiver.receive(wait_s=1.0)) for _ in range(50)]
+            calls = [asyncio.create_task(receiver.receive(wait_s=4.0)) for _ in range(50)]
             await until(lambda: len(receiver._running().receiving._pending) == 50, what="all wait")
             assert threading.active_count() <= threads + 1  # the one of `until`
             began = awake_s()
@@ -149,7 +149,7 @@ def test_waiting_calls_need_no_thread_each_and_end_in_time(one: Stage) -> None:
             assert [bodies(task.result()) for task in done] == [[b"1"]]
             found = await asyncio.gather(*calls)
             assert sum(map(len, found)) == 1
-            assert awake_s() - began < 5
+            assert awake_s() - began < 9
 
     asyncio.run(run())
 
@@ -163,21 +163,22 @@ def test_a_node_that_hangs_does_not_block_the_loop(start_stage: StartStage, star
     gaps: list[float] = []
 
     async def tick(stopping: asyncio.Event) -> None:
-        last = time.monotonic()
+        last = awake_s()
         while not stopping.is_set():
             await asyncio.sleep(0.005)
-            gaps.append(time.monotonic() - last)
-            last = time.monotonic()
+            gaps.append(awake_s() - last)
+            last = awake_s()
 
     async def run() -> None:
         stopping = asyncio.Event()
-        async with receiver_of(stage) as receiver:
+        settings = stage.settings(socket_timeout_s=HANGS_S)
+        async with AsyncReceiver(stage.topic, group="g", settings=settings) as receiver:
             batch = await receiver.receive(wait_s=WAIT_S)
             ticking = asyncio.create_task(tick(stopping))
             server.send(signal.SIGSTOP)
             try:
                 calls = [asyncio.create_task(receiver.receive(wait_s=0.1)), asyncio.create_task(receiver.ack(batch))]
-                # Both end by the timeout of their connection, 2 s.
+                # By themselves both end by the timeout of their connection.
                 await asyncio.wait(calls, timeout=1.0)
                 assert not any(call.done() for call in calls)
             finally:
@@ -187,7 +188,7 @@ def test_a_node_that_hangs_does_not_block_the_loop(start_stage: StartStage, star
             await ticking
 
     asyncio.run(run())
-    assert max(gaps) < 0.7, max(gaps)
+    assert max(gaps) < HANGS_S / 2, max(gaps)
 
 
 # -- cancellation ----------------------------------------------------------------------------------------------------
@@ -290,7 +291,7 @@ def test_calls_that_are_cancelled_at_random_lose_and_reverse_nothing(start_stage
             for _ in range(3):
                 tasks.create_task(take(receiver, left))
 
-    asyncio.run(asyncio.wait_for(run(), 25))
+    asyncio.run(asyncio.wait_for(run(), 60))
     assert seen == expected(), seed
     assert attempts == {1}, seed
     assert next(cancelled) > 10
@@ -304,7 +305,7 @@ def test_a_lost_reply_is_asked_for_again_by_the_next_call(one: Stage) -> None:
     async def run() -> None:
         async with receiver_of(one) as receiver:
             with broken_off_at("pop.after_receive"):
-                await receiver.receive(wait_s=0)
+                await receiver.receive(wait_s=WAIT_S)
             again = await receiver.receive(wait_s=WAIT_S)
             assert [(message.body, message.attempt) for message in again] == [(b"1", 1), (b"2", 1)]
 
@@ -320,7 +321,7 @@ def test_closing_ends_calls_and_leaves_messages_out(one: Stage) -> None:
 
     async def run() -> None:
         receiver = await receiver_of(one).open()
-        (first,) = await receiver.receive(1, visibility_timeout_s=0.5, wait_s=WAIT_S)
+        (first,) = await receiver.receive(1, visibility_timeout_s=3.0, wait_s=WAIT_S)
         calls = [asyncio.create_task(receiver.receive()) for _ in range(3)]
         await until(lambda: len(receiver._running().receiving._pending) == 3, what="they wait")
         await receiver.close()
@@ -457,7 +458,7 @@ def test_a_restarted_node_is_armed_and_gives_everything_again(start_stage: Start
     async def run() -> None:
         async with receiver_of(stage, scope="partition") as receiver:
             await asyncio.to_thread(stage.send, [("k", b"1"), ("k", b"2")])
-            old = await receiver.receive(1, visibility_timeout_s=1.0, wait_s=WAIT_S)
+            old = await receiver.receive(1, visibility_timeout_s=3.0, wait_s=WAIT_S)
             call: Coroutine[Any, Any, list[PopMessage]] = receiver.receive(wait_s=15)
             waiting = asyncio.create_task(call)
             await until(lambda: receiver._running().receiving._pending, what="it waits")

@@ -44,7 +44,8 @@ def test_a_hot_partition_is_measured_and_split_where_its_load_halves(world: Worl
     here = world.runtime(actor="worker")
     assert auto_routes(here, times=MEASURED) == AutoPass(), "nothing is done for a topic without a policy"
     assert world.rows("SELECT 1 FROM mqlayer.route_load") == []
-    switch_on(world, capacity_per_s=20.0)
+    # A second change, or its wait's end, would come in the way of what is told of the first.
+    switch_on(world, capacity_per_s=20.0, cool_down_s=60.0)
     with load(world, EVENLY):
         wait_until(lambda: auto_routes(here, times=MEASURED).changed, timeout_s=20, what="it to be split")
         ((_, cut), _) = bounds(world)
@@ -58,7 +59,8 @@ def test_a_hot_partition_is_measured_and_split_where_its_load_halves(world: Worl
     assert f"LP {cut} halves its load" in reason
     (decision,) = decisions_of(world.database, "orders")
     assert (decision.verdict, decision.state, decision.helped) == ("changed", "done", True)
-    assert decision.facts["after_heaviest_per_s"] < decision.facts["heaviest_per_s"]
+    # Both are there, and none has all: a rate of before, in another window, may be any.
+    assert 0 < decision.facts["after_heaviest_per_s"] < decision.facts["after_per_s"]
     assert [one.verdict for one in report.partitions] == ["split wanted"] * 2
     assert report.waits.startswith("cool-down")
     assert report.changes_left == 19
@@ -77,16 +79,16 @@ def judged(world: World) -> bool:
 @pytest.mark.world(partitions=1, right=Right.WORK, tasks=True)
 def test_the_job_isolates_a_hot_key_and_names_it_under_its_own_right(world: World) -> None:
     switch_on(world)
-    put_load(world, {1: 90})
     with load(world, (300, 300, 300, 700)):
+        put_load(world, {1: 90})
         TASKS["auto_routes"]()
     assert bounds(world) == [(0, 300), (300, 301), (301, 1024)]
     (decision,) = decisions_of(world.database, "orders")
     assert f"key '{key_of(300)}' of LP 300 has 7" in decision.reason
-    put_load(world, {2: 1, 3: 90, 4: 1})
     age_changes(world)
     world.rows("UPDATE mqlayer.job SET next_at = now()")
     with load(world, (300,)):
+        put_load(world, {2: 1, 3: 90, 4: 1})
         TASKS["auto_routes"]()
     assert len(bounds(world)) == 3
     (refused, _) = decisions_of(world.database, "orders")

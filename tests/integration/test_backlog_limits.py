@@ -92,7 +92,7 @@ def test_a_producer_learns_of_another_limit_within_seconds(world: World, databas
             return False
 
         set_limits(runtime_of(database), "orders", backlog_limit=0)
-        wait_until(refused, timeout_s=8, what="the producer knows")
+        wait_until(refused, timeout_s=20, what="the producer knows")
     assert world.rows("SELECT facts FROM mqlayer.audit WHERE act = 'topic set' ORDER BY audit_id") == [
         ({"before": {"body_limit": 262144, "backlog_limit": 4}, "body_limit": 10, "backlog_limit": 2},),
         ({"before": {"body_limit": 10, "backlog_limit": 2}, "body_limit": 10, "backlog_limit": 0},),

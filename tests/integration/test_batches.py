@@ -119,7 +119,9 @@ def test_messages_that_are_marked_as_failed_come_again_alone_and_hold_up_nobody(
     assert [len(given) for given in batches.begun if any(attempt > 1 for _, _, attempt in given)] == [1, 1]
     assert batches.bodies("key-3") == [b"1", b"2", b"2", b"2", b"3", b"4"]
     assert all(batches.bodies(f"key-{key}") == numbers(4) for key in range(10) if key != 3)
-    assert (app.members[0].stats.failed, app.members[0].stats.handled) == (2, 40)
+    # The member counts a moment after its node has settled.
+    stats = member_of(app).stats
+    wait_until(lambda: (stats.failed, stats.handled) == (2, 40), what="all counted, once")
 
 
 def test_of_a_key_what_comes_before_the_failed_one_is_done_and_the_rest_follows_it(stage: Stage) -> None:
@@ -224,8 +226,9 @@ def test_a_message_may_be_rejected_put_off_or_paused_by_itself(stage: Stage, kin
     app = stage.consume(batches, batch=BatchOf(kind), policy="dead_letter")
     stage.wait_settled()
     stats = member_of(app).stats
-    assert (stats.dead, stats.paused, stats.failed) == (1, 1, 2)
-    assert stats.handled == 3
+    wait_until(
+        lambda: (stats.dead, stats.paused, stats.failed, stats.handled) == (1, 1, 2, 3), what="all counted, once"
+    )
 
 
 @pytest.mark.parametrize("kind", ["distinct", "key"])
@@ -387,7 +390,7 @@ def test_a_batch_that_takes_too_long_is_ended_and_its_messages_come_one_by_one(s
 
     def slow(batch: Batch[bytes]) -> bool:
         seen.append([message.value for message in batch])
-        assert 0 < batch.remaining_s <= 0.3
+        assert 0 < batch.remaining_s <= 1.0
         return b"2" in seen[-1]
 
     def plain(batch: Batch[bytes]) -> None:
@@ -403,7 +406,7 @@ def test_a_batch_that_takes_too_long_is_ended_and_its_messages_come_one_by_one(s
     stage.send([(f"key-{number}", b"%d" % number) for number in range(4)] + [("key-1", b"11")])
     stage.consume(
         loop if is_async else plain, batch=BatchOf("distinct", limit=4, linger_s=1.0), body=bytes,
-        time_limit_s=0.3, attempt_limit=1, policy="dead_letter",
+        time_limit_s=1.0, attempt_limit=1, policy="dead_letter",
     )  # fmt: skip
     stage.wait_settled()
     assert len(seen[0]) == 4

@@ -92,8 +92,8 @@ def test_a_strict_topic_never_does_that(world: World) -> None:
     """Case 10: what is refused fails, and nothing behind it is stored before it."""
     key = fill(world, "strict", 1)
     with world.producer() as producer:
-        first = producer.send_async("strict", key=key, body=b"1", timeout_s=0.3)
-        second = producer.send_async("strict", key=key, body=b"2", timeout_s=5.0)
+        first = producer.send_async("strict", key=key, body=b"1", timeout_s=2.0)
+        second = producer.send_async("strict", key=key, body=b"2", timeout_s=15.0)
         wait([first, second], 20)
         assert isinstance(first.exception(), BacklogFull)
         assert isinstance(second.exception(), PublishAborted)

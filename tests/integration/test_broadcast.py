@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -19,6 +19,7 @@ from pydantic import SecretStr
 from mqlayer import App, Context, Event, MemberOptions, Settings
 from mqlayer.doctor import diagnose
 from mqlayer.errors import Conflict, GroupRetired, InstanceTaken, InvalidInput, InvalidName, NotFound, StoreUnavailable
+from mqlayer.failpoints import arm
 from mqlayer.groups import find_group, planned_seek, rebalance_groups
 from mqlayer.groups import join as join_group
 from mqlayer.groups.admin import pause_group, resume_group, set_group
@@ -143,7 +144,8 @@ def test_an_instance_that_is_killed_goes_on_where_it_was(stage: Stage) -> None:
 def test_a_second_process_of_an_instance_is_refused_with_a_clear_error(stage: Stage) -> None:
     """Each of two members would get a part of the messages."""
     first = Recorder()
-    app = join(stage, first, "web-1", lease_s=0.5)
+    # The second waits for a lease of its own length; the first's must not run out meanwhile.
+    app = join(stage, first, "web-1", lease_s=10.0)
     with pytest.raises(InstanceTaken, match=r"consumes for 'cache@web-1'.*MQLAYER_INSTANCE"):
         join(stage, Recorder(), "web-1", lease_s=0.5)
     stage.send_numbers(KEYS, 5)
@@ -160,7 +162,7 @@ def test_a_process_waits_for_the_one_that_is_leaving(stage: Stage) -> None:
         go_on.wait(20)
 
     old, new = Recorder(act), Recorder()
-    app = join(stage, old, "web-1", lease_s=0.5)
+    app = join(stage, old, "web-1", lease_s=10.0)
     stage.send([("k", b"1"), ("k", b"2")])
     wait_until(begun.is_set, what="the handler")
     stopping = threading.Thread(target=app.stop)
@@ -168,7 +170,7 @@ def test_a_process_waits_for_the_one_that_is_leaving(stage: Stage) -> None:
     wait_until(lambda: not member_of(app).running if app.members else True, what="the stop")
     starting = threading.Thread(target=join, args=(stage, new, "web-1"), kwargs={"lease_s": 0.5})
     starting.start()
-    # Longer than the lease, for which it would wait for a process that is not leaving.
+    # Longer than its lease, for which it would wait for a process that is not leaving.
     starting.join(2.0)
     assert starting.is_alive()
     go_on.set()
@@ -284,11 +286,13 @@ def test_the_job_and_an_instance_that_comes_back_do_not_both_win(stage: Stage) -
         retiring.join()
 
 
-def test_nobody_joins_an_instance_whose_start_is_not_stored_yet(stage: Stage) -> None:
+def test_nobody_joins_an_instance_whose_start_is_not_stored_yet(stage: Stage, tmp_path: Path) -> None:
     """Whoever slept through its retirement would begin anywhere, while another process brings it back."""
     recorder = Recorder()
     app = join(stage, recorder, "web-1", start="latest")
     group_id = stage.group_id("cache@web-1")
+    # It would bring the instance back before the late one asks.
+    arm("instance.after_insert", f"wait:{tmp_path / 'go'}")
     with stage.database.connection() as connection, connection.transaction():
         connection.execute("SELECT FROM mqlayer.consumer_group FOR UPDATE")
         connection.execute("UPDATE mqlayer.member SET lease_until = now() - interval '1 minute'")
@@ -298,6 +302,7 @@ def test_nobody_joins_an_instance_whose_start_is_not_stored_yet(stage: Stage) ->
         connection.execute("DELETE FROM mqlayer.member")
     with pytest.raises(GroupRetired):
         join_group(stage.database, group_id=group_id, member_id="late", lease_s=2.0)
+    (tmp_path / "go").touch()
     wait_until(lambda: states(stage)["cache@web-1"] == ("live", 1), what="the one that slept to bring it back itself")
     stage.send_numbers(KEYS, 1)
     wait_until(lambda: recorder.count() == KEYS, what="all messages")
@@ -532,7 +537,7 @@ def test_commands_take_names_of_instances(
     run.text("migrate")
     run.text("node", "register", "n1", redis_url)
     run.text("topic", "create", "orders", "--partitions", "2")
-    app = App(Settings(dsn=SecretStr(empty_database_dsn), key_prefix=key_prefix, lease_s=2.0, instance="web"))
+    app = App(Settings(dsn=SecretStr(empty_database_dsn), key_prefix=key_prefix, lease_s=10.0, instance="web"))
     app.process_number = 2
     app.consumer("orders", group="cache", mode="broadcast", instance_expiry_s=7)(lambda body: None)
     app.start()
@@ -561,23 +566,30 @@ def test_commands_take_names_of_instances(
     assert "with 0 instances" in run.text("group", "retire", "orders", "cache", "--yes")
 
 
-def test_an_instance_without_a_word_counts_as_away_from_the_scan_on(stage: Stage) -> None:
+def test_an_instance_without_a_word_counts_as_away_from_the_scan_on(stage: Stage, tmp_path: Path) -> None:
     """A lease that ran out is noted by the scan of the worker; a broadcast group has nobody else to see it."""
     join(stage, Recorder(), "web-1")
     assert away(stage) == 0
+    # It would be back within a heartbeat.
+    arm("member.before_join", f"wait:{tmp_path / 'go'}")
     with stage.database.connection() as connection:
-        stage_end = time.monotonic() + 5
         connection.execute("UPDATE mqlayer.consumer_group SET paused_at = NULL")
-        while time.monotonic() < stage_end and not away(stage):
-            connection.execute("UPDATE mqlayer.member SET session = nextval('mqlayer.member_session'), "
-                               "lease_until = now() - interval '1 minute'")  # fmt: skip
-            rebalance_groups(stage.database)
-    assert away(stage) > 0
+        connection.execute("UPDATE mqlayer.member SET session = nextval('mqlayer.member_session'), "
+                           "lease_until = now() - interval '1 minute'")  # fmt: skip
+
+    def noted() -> float:
+        rebalance_groups(stage.database)
+        return away(stage)
+
+    wait_until(noted, what="the scan to note it")
+    (tmp_path / "go").touch()
 
 
-def test_a_lease_that_others_noted_as_run_out_does_not_drop_the_position(stage: Stage) -> None:
+def test_a_lease_that_others_noted_as_run_out_does_not_drop_the_position(stage: Stage, tmp_path: Path) -> None:
     """A worker of the time before instances notes the lease, not the absence: nothing is known of how long that was."""
     join(stage, Recorder(), "web-1")
+    # It would be back within a heartbeat.
+    arm("member.before_join", f"wait:{tmp_path / 'go'}")
     with stage.database.connection() as connection, connection.transaction():
         connection.execute("SELECT FROM mqlayer.consumer_group FOR UPDATE")
         connection.execute("UPDATE mqlayer.member SET session = nextval('mqlayer.member_session'), "
@@ -586,3 +598,4 @@ def test_a_lease_that_others_noted_as_run_out_does_not_drop_the_position(stage: 
     assert retire_absent(runtime_of(stage.database)) == []
     rebalance_groups(stage.database)
     assert 0 < away(stage) < 60
+    (tmp_path / "go").touch()

@@ -109,7 +109,7 @@ def broker(start_redis: StartRedis) -> RedisServer:
 @pytest.fixture
 def worker(handled: Path, log: Path, broker: RedisServer, key_prefix: str) -> Iterator[Worker]:
     """Start a Celery worker with the options given; it is killed after the test."""
-    environment = {**os.environ, "HANDLED": str(handled), "MQLAYER_LEASE_S": "2", "MQLAYER_KEY_PREFIX": key_prefix}
+    environment = {**os.environ, "HANDLED": str(handled), "MQLAYER_LEASE_S": "10", "MQLAYER_KEY_PREFIX": key_prefix}
     environment |= {"MQLAYER_BROKER_URL": broker.url}
     with ExitStack() as cleanup:
 
@@ -247,12 +247,12 @@ def test_consumption_goes_on_while_the_broker_is_down_and_after(
     wait_until(lambda: " ready." in log.read_text(), timeout_s=START_S, what="the worker is ready")
 
     broker.stop()
-    wait_until(lambda: "Connection to broker lost" in log.read_text(), what="the worker misses its broker")
+    wait_until(lambda: "Connection to broker lost" in log.read_text(), timeout_s=START_S, what="it misses its broker")
     orders.send(numbered(range(20, 40)))
     wait_for(handled, log, range(20, 40))
 
     broker.start()
-    wait_until(lambda: log.read_text().count("Connected to redis") == 2, timeout_s=START_S, what="connected again")
+    wait_until(lambda: log.read_text().count("Connected to redis") >= 2, timeout_s=START_S, what="connected again")
     orders.send(numbered(range(40, 60)))
     wait_for(handled, log, range(40, 60))
 
@@ -278,7 +278,7 @@ def test_a_worker_outlives_its_broker_as_a_replica(
         assert "Frequent restarts" not in log.read_text()
         assert process.poll() is None, log.read_text()[-3000:]
         client.replicaof("NO", "ONE")
-    wait_until(lambda: log.read_text().count("Connected to redis") == 2, timeout_s=START_S, what="connected again")
+    wait_until(lambda: log.read_text().count("Connected to redis") >= 2, timeout_s=START_S, what="connected again")
     ask_python(*CELERY, "call", TASK, env=os.environ | {"MQLAYER_BROKER_URL": broker.url}).check_returncode()
     wait_until(lambda: f"Task {TASK}" in log.read_text(), timeout_s=30, what="a task")
     process.terminate()

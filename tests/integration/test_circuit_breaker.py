@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ from tests.fixtures.due_keys import try_now
 from tests.fixtures.failpoints import armed
 from tests.fixtures.forked_programs import Process, start_python
 from tests.fixtures.variants import some_of
-from tests.fixtures.wait import awake_s, wait_until
+from tests.fixtures.wait import wait_until
 from tests.proof.runtimes import runtime_of
 
-SETTLED_S = 30.0
+SETTLED_S = 60.0
+BOTH_BEGIN_S = 30.0
+KILLED_S = 60.0
 AWAY_S = 120
 
 
@@ -111,7 +114,14 @@ class Breaker:
     def probes(self) -> int:
         return int(self.row()[2])
 
-    def wait(self, state: str, *, timeout_s: float = 20.0) -> None:
+    def last_failure(self) -> tuple[int, datetime]:
+        """Wait until a probe has failed and none is under way; return how many failed, and when the last one did."""
+        query = "SELECT probes, changed_at FROM mqlayer.breaker WHERE state = 'open' AND probes > 0"
+        with self.stage.database.connection() as connection:
+            row: Any = wait_until(lambda: connection.execute(query).fetchone(), timeout_s=30, what="a probe failed")
+        return row[0], row[1]
+
+    def wait(self, state: str, *, timeout_s: float = 40.0) -> None:
         wait_until(lambda: self.state == state, timeout_s=timeout_s, what=f"the breaker is {state}")
 
 
@@ -142,10 +152,11 @@ class Members:
         self.keys, self.sent, self._stop = 30, 1, threading.Event()
         self._load = threading.Thread(target=self._publish, daemon=True)
 
-    def start(self, failpoints: str = "", *, mode: str = "exclusive") -> Process:
+    def start(self, failpoints: str = "", *, mode: str = "exclusive", lease_s: float = 2.0) -> Process:
         settings = self.stage.settings()
         environment = os.environ | {
-            "MQLAYER_DSN": settings.control_dsn(), "MQLAYER_KEY_PREFIX": settings.key_prefix, "MQLAYER_LEASE_S": "1",
+            "MQLAYER_DSN": settings.control_dsn(), "MQLAYER_KEY_PREFIX": settings.key_prefix,
+            "MQLAYER_LEASE_S": str(lease_s),
         }  # fmt: skip
         environment |= armed(failpoints)
         process = start_python(
@@ -198,6 +209,14 @@ class Members:
                 ended[key].append(int(body))
         assert ended == {b"key-%d" % key: [*range(1, self.sent)] for key in range(keys)}
 
+    def wait_both(self) -> None:
+        """Wait until each of the processes has handled messages."""
+        wait_until(
+            lambda: {int(line[0]) for line in self.lines()} == {*self.processes},
+            timeout_s=BOTH_BEGIN_S,
+            what="both handle messages",
+        )
+
     def prober(self) -> int:
         with self.stage.database.connection() as connection:
             row = connection.execute(
@@ -220,29 +239,26 @@ def test_an_outage_under_load_counts_parks_and_kills_nothing(
     members.start()
     members.start()
     members.load()
-    wait_until(lambda: {int(line[0]) for line in members.lines()} == {*members.processes}, what="both handle messages")
+    members.wait_both()
     downstream.go_away()
     breaker.wait("open")
-    wait_until(lambda: breaker.probes >= 1, what="a probe failed")
-    before, probes, began = members.begun(), breaker.probes, time.monotonic()
-    wait_until(lambda: breaker.probes > probes, what="another one")
+    (probes, failed_at), before = breaker.last_failure(), members.begun()
+    wait_until(lambda: breaker.probes > probes, timeout_s=30, what="another one")
     assert members.begun() - before <= breaker.probes - probes + 1
-    assert time.monotonic() - began > 1.0
+    assert breaker.last_failure()[1] - failed_at > timedelta(seconds=1)
     # A probe that takes its time, and its member that dies with it.
     calls = downstream.calls
     downstream.hang()
-    wait_until(lambda: downstream.calls == calls + 1 and members.prober() != 0, timeout_s=25, what="a probe hangs")
+    wait_until(lambda: downstream.calls == calls + 1 and members.prober() != 0, timeout_s=40, what="a probe hangs")
     killed = members.prober()
     os.kill(killed, signal.SIGKILL)
     members.processes.pop(killed).wait()
     wait_until(lambda: members.prober() not in (0, killed), timeout_s=20, what="the other one probes")
     assert downstream.calls <= calls + 2
     downstream.come_back()
-    back = awake_s()
-    breaker.wait("closed")
+    breaker.wait("closed", timeout_s=LONGEST_PROBE_S + 2 * RAMP_S)
     members.stop_load()
     stage.wait_settled(timeout_s=SETTLED_S)
-    assert awake_s() - back < LONGEST_PROBE_S + 2 * RAMP_S
     assert left(stage) == (0, 0)
     members.assert_in_order(keys=30)
 
@@ -254,14 +270,14 @@ def test_members_killed_at_each_step_leave_what_the_next_one_goes_on_with(
     members.sent = 3
     downstream.go_away()
     killed = members.start("breaker.after_report=kill")
-    assert killed.wait(20) == -signal.SIGKILL
+    assert killed.wait(KILLED_S) == -signal.SIGKILL
     assert breaker.state == "closed"
-    assert members.start("breaker.after_open=kill").wait(20) == -signal.SIGKILL
+    assert members.start("breaker.after_open=kill").wait(KILLED_S) == -signal.SIGKILL
     assert breaker.state == "open"
-    assert members.start("breaker.after_probe=kill").wait(20) == -signal.SIGKILL
+    assert members.start("breaker.after_probe=kill").wait(KILLED_S) == -signal.SIGKILL
     assert breaker.state == "probing"
     downstream.come_back()
-    assert members.start("breaker.before_result=kill").wait(20) == -signal.SIGKILL
+    assert members.start("breaker.before_result=kill").wait(KILLED_S) == -signal.SIGKILL
     assert breaker.state == "probing"
     members.start()
     breaker.wait("closed")
@@ -280,7 +296,7 @@ def test_a_downstream_that_is_away_for_two_minutes_costs_no_attempt(
     members.start()
     members.start()
     members.load()
-    wait_until(lambda: {int(line[0]) for line in members.lines()} == {*members.processes}, what="both handle messages")
+    members.wait_both()
     downstream.go_away()
     began = time.monotonic()
     breaker.wait("open")
@@ -297,7 +313,7 @@ def test_a_downstream_that_is_away_for_two_minutes_costs_no_attempt(
         samples.append((time.monotonic() - back, members.handled()))
         return breaker.state == "closed" and members.keys * (members.sent - 2) <= samples[-1][1]
 
-    wait_until(sampled, timeout_s=60, what="the backlog is gone")
+    wait_until(sampled, timeout_s=100, what="the backlog is gone")
     members.stop_load()
     stage.wait_settled(timeout_s=SETTLED_S)
     first_s = next(at for at, count in samples if count > samples[0][1])
@@ -319,15 +335,16 @@ def test_a_shared_group_brakes_and_counts_no_attempt(
     stage: Stage, downstream: Downstream, members: Members, breaker: Breaker
 ) -> None:
     """No message was given back with a count."""
-    members.start(mode="shared")
-    members.start(mode="shared")
+    # Nobody dies here: of a lease that ran out, what is in hand is given again as another attempt.
+    for _ in range(2):
+        members.start(mode="shared", lease_s=10.0)
     members.load()
-    wait_until(lambda: {int(line[0]) for line in members.lines()} == {*members.processes}, what="both handle messages")
+    members.wait_both()
     downstream.go_away()
     breaker.wait("open")
     wait_until(lambda: breaker.probes >= 1, what="a probe failed")
-    before, probes = members.begun(), breaker.probes
-    wait_until(lambda: breaker.probes > probes, what="another one")
+    probes, before = breaker.probes, members.begun()
+    wait_until(lambda: breaker.probes > probes, timeout_s=30, what="another one")
     assert members.begun() - before <= breaker.probes - probes + 1
     downstream.come_back()
     breaker.wait("closed")
@@ -400,7 +417,8 @@ def test_a_breaker_gives_back_the_attempts_that_opened_it(stage: Stage, breaker:
     away.clear()
     stage.wait_settled(timeout_s=SETTLED_S)
     assert left(stage) == (0, 0)
-    assert member_of(app).stats.handled == 60
+    # The member counts a moment after its node has settled.
+    wait_until(lambda: member_of(app).stats.handled == 60, what="all counted, once")
     assert member_of(app).stats.held > 0
     assert max(attempts, default=1) <= 2
     breaker.wait("closed")

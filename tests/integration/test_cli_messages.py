@@ -184,7 +184,7 @@ def test_tail_prints_until_it_is_interrupted(world: World, tmp_path: Path) -> No
         words = ("tail", "orders", "--json", "--since", "2020-01-01T00:00:00+00:00")
         process = start_python("mqlayer", *words, env=world.environment(), stdout=writes)
     try:
-        wait_until(lambda: len(output.read_text().splitlines()) == 3, what="the old ones")
+        wait_until(lambda: len(output.read_text().splitlines()) == 3, timeout_s=60, what="the old ones")
         world.publish(2, keys=1, tag="new")
         relayed(world)
         wait_until(lambda: len(output.read_text().splitlines()) == 5, what="the new ones")

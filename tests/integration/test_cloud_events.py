@@ -41,7 +41,7 @@ def headers_of(topic: mqlayer.Topic[Any], body: Any, **said: Any) -> dict[str, s
 def test_messages_of_every_way_of_publishing_are_events(world: World) -> None:
     seen: list[mqlayer.CloudEvent | None] = []
     raw: list[dict[str, str]] = []
-    app = mqlayer.App(world.settings())
+    app = mqlayer.App(world.settings(lease_s=10.0))
 
     @app.consumer(orders, group="g")
     def handle(order: Placed, ctx: mqlayer.Context) -> None:

@@ -52,7 +52,7 @@ def log(tmp_path: Path) -> Path:
 @pytest.fixture
 def consume(handled: Path, log: Path, database_dsn: str, key_prefix: str) -> Iterator[Command]:
     """Start `mqlayer consume` on the program; it is killed after the test."""
-    environment = {**os.environ, "HANDLED": str(handled), "MQLAYER_LEASE_S": "2"}
+    environment = {**os.environ, "HANDLED": str(handled), "MQLAYER_LEASE_S": "10"}
     environment |= {"MQLAYER_DSN": database_dsn, "MQLAYER_KEY_PREFIX": key_prefix}
     with ExitStack() as cleanup:
 
@@ -253,9 +253,9 @@ def test_a_second_signal_kills_what_does_not_stop(consume: Command, orders: Appe
     wait_until(lambda: lines(handled), timeout_s=20, what="a message that is never done")
     began = children(process)
     process.terminate()
-    wait_until(lambda: process.poll() is None and len(children(process)) < 2, what="the idle process ended")
+    wait_until(lambda: process.poll() is None and len(children(process)) < 2, timeout_s=20, what="the idle one ended")
     process.terminate()
-    assert process.wait(10) == 1, log.read_text()
+    assert process.wait(20) == 1, log.read_text()
     assert "processes_killed" in log.read_text()
     assert not any(is_running(child) for child in began)
 

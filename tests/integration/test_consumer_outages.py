@@ -345,7 +345,9 @@ def test_what_died_before_a_fall_back_is_passed_over_wherever_it_comes_again(
     again = Recorder()
     app = stage.consume(again, policy="dead_letter")
     wait_until(
-        lambda: [state for _, state in member_of(app).owned().values()] == ["open"], what="it is armed and owned"
+        lambda: [state for _, state in member_of(app).owned().values()] == ["open"],
+        timeout_s=20,
+        what="it is armed and owned",
     )
     stage.send([(f"other-{number}", b"new") for number in range(5)])
     stage.wait_settled()

@@ -108,7 +108,7 @@ def test_no_two_members_ever_hold_a_partition_while_they_are_cut_off_and_come_ba
             ended.set()
         sampler.result()
     assert found == []
-    assert next(samples) > 1_000
+    assert next(samples) > 300
     assert max(epoch for _, _, epoch, _ in stage.assignments()) > 6
     first: dict[str | None, list[int]] = {}
     for handled in sorted(itertools.chain(*(recorder.ended for recorder in recorders)), key=lambda h: h.offset):
@@ -120,7 +120,10 @@ def test_a_member_stops_by_its_own_clock_before_the_database_frees_its_partition
     stage: Stage, proxies: list[TcpProxy]
 ) -> None:
     """Case 41: the margin, measured by the database at the moment when the member has stopped."""
-    member = member_of(stage.consume(Recorder(), settings=stage.settings(lease_s=5.0, dsn=through(stage, proxies[0]))))
+    # So large a margin that this process may stand still before it asks.
+    lease_s, margin = 10.0, 0.6
+    settings = stage.settings(lease_s=lease_s, lease_margin=margin, dsn=through(stage, proxies[0]))
+    member = member_of(stage.consume(Recorder(), settings=settings))
     wait_until(lambda: len(member.owned()) == 2, what="it holds partitions")
     with stage.database.connection() as connection:
         proxies[0].blackhole()
@@ -129,7 +132,7 @@ def test_a_member_stops_by_its_own_clock_before_the_database_frees_its_partition
             "SELECT extract(epoch FROM lease_until - clock_timestamp()) FROM mqlayer.member"
         ).fetchone()
     assert row is not None
-    assert 0 < row[0] <= 5.0 * 0.2 + 0.1
+    assert 0 < row[0] <= lease_s * margin + 0.1
     assert set(stage.owners().values()) == {member.member_id}
     proxies[0].heal()
 
@@ -199,7 +202,7 @@ def test_a_handler_of_many_leases_is_left_alone_until_its_member_goes_offline(
     stage: Stage, proxies: list[TcpProxy]
 ) -> None:
     """Case 70: heartbeats renew while it runs, one delivery; cut off from Postgres, another has the message soon."""
-    lease_s, hang = 1.0, threading.Event()
+    lease_s, hang = 2.0, threading.Event()
 
     def act(body: bytes, _ctx: Context) -> None:
         hang.wait(3.5 * lease_s if body == b"1" else 60)

@@ -119,7 +119,7 @@ def drop_while_it_runs(stage: Stage, owner: App, monkeypatch: pytest.MonkeyPatch
     both."""
     member = member_of(owner)
     monkeypatch.setattr(member.assignments, "follow", lambda _session, _answer: None)
-    asking = stage.consume(second, settings=stage.settings(lease_s=1.0))
+    asking = stage.consume(second, settings=stage.settings(lease_s=5.0))
 
     def asked_for() -> list[int]:
         return [partition for partition, _, _, target in stage.assignments() if target not in (None, member.member_id)]
@@ -148,7 +148,7 @@ def test_a_partition_that_was_dropped_is_given_away_when_its_last_handler_has_en
     go_on = threading.Event()
     first, second = hold_all(go_on), Recorder()
     stage.send_numbers(keys=30, each=2)
-    owner = stage.consume(first, settings=stage.settings(lease_s=1.0), concurrency=30)
+    owner = stage.consume(first, settings=stage.settings(lease_s=5.0), concurrency=30)
     wait_until(lambda: len(first.begun) == 30, what="all keys begun")
     partition, _ = drop_while_it_runs(stage, owner, monkeypatch, second)
     see_beats(owner, 5)
@@ -169,7 +169,7 @@ def test_a_dropped_partition_whose_handler_hangs_is_given_away_after_the_limit(
     go_on = threading.Event()
     first, second = hold_all(go_on), Recorder()
     stage.send_numbers(keys=30, each=1)
-    owner = stage.consume(first, settings=stage.settings(lease_s=1.0), concurrency=30, drain_timeout_s=1.0)
+    owner = stage.consume(first, settings=stage.settings(lease_s=5.0), concurrency=30, drain_timeout_s=1.0)
     wait_until(lambda: len(first.begun) == 30, what="all keys begun")
     partition, _ = drop_while_it_runs(stage, owner, monkeypatch, second)
     wait_until(lambda: second.ended, what="the other goes on")
@@ -184,7 +184,7 @@ def test_what_is_asked_back_again_gets_the_whole_limit_again(stage: Stage, monke
     go_on = threading.Event()
     first = hold_all(go_on)
     stage.send_numbers(keys=30, each=1)
-    owner = stage.consume(first, settings=stage.settings(lease_s=1.0), concurrency=30)
+    owner = stage.consume(first, settings=stage.settings(lease_s=5.0), concurrency=30)
     wait_until(lambda: len(first.begun) == 30, what="all keys begun")
     partition, asking = drop_while_it_runs(stage, owner, monkeypatch, Recorder())
     wait_until(lambda: partition in member_of(owner).assignments._release_by, what="the limit begun")

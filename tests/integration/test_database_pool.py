@@ -19,7 +19,7 @@ from tests.fixtures.wait import wait_until
 def test_connections_that_a_restart_broke_cost_no_waiting(start_postgres: StartPostgres) -> None:
     """By itself the pool waits a second for the first broken one, and twice as long for each further one."""
     postgres = start_postgres()
-    with Database(postgres.create_database("pool"), max_size=4, timeout_s=2.0) as database:
+    with Database(postgres.create_database("pool"), max_size=4, timeout_s=5.0) as database:
         with ExitStack() as lent:
             pids = {
                 lent.enter_context(database.connection()).execute("SELECT pg_backend_pid()").fetchone()
@@ -88,7 +88,7 @@ def test_who_asks_a_pool_whose_own_threads_are_late_is_connected_nevertheless(
 
 
 def test_who_finds_all_connections_in_use_is_told_how_many_there_are(database_dsn: str) -> None:
-    with Database(database_dsn, max_size=2, timeout_s=0.2) as database, ExitStack() as lent:
+    with Database(database_dsn, max_size=2, timeout_s=1.0) as database, ExitStack() as lent:
         for _ in range(2):
             lent.enter_context(database.connection())
         with pytest.raises(StoreUnavailable, match="all 2 connections of this process are in use"):

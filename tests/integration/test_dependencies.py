@@ -105,7 +105,7 @@ def test_what_a_fenced_handler_publishes_commits_with_it(world: Any, key_prefix:
     """A chain of two topics: the second group's message is there once, though the first attempt failed."""
     world.add_topic("invoices", partitions=1)
     pool = ConnectionPool(world.dsn, min_size=0, max_size=2)
-    app = mqlayer.App(world.settings())
+    app = mqlayer.App(world.settings(lease_s=10.0))
 
     def invoice(body: bytes, ctx: mqlayer.Context, session: Any) -> None:
         outbox.publish(session, "invoices", key=ctx.key, body=body)

@@ -33,7 +33,7 @@ class Project:
         self.environment = {
             **others,
             "MQLAYER_DSN": dsn,
-            "MQLAYER_LEASE_S": "0.5",
+            "MQLAYER_LEASE_S": "10",
             "DJANGO_SETTINGS_MODULE": "shop.settings",
         }
 
