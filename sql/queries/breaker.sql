@@ -48,7 +48,8 @@ RETURNING probes;
 -- The probe failed: wait again, for longer.
 UPDATE mqlayer.breaker b
 SET state = 'open', changed_at = clock_timestamp(), probe_session = NULL, cause = %(cause)s,
-    probes = least(b.probes + 1, 1000), probe_at = clock_timestamp() + 2 * {breaker_wait}
+    probes = least(b.probes + 1, 1000),
+    probe_at = clock_timestamp() + least(make_interval(secs => %(longest_s)s::float8), 2 * {breaker_wait})
 WHERE b.group_id = %(group_id)s AND b.state = 'probing' AND b.probe_session = %(session)s RETURNING probes;
 
 -- name: breaker_probe_succeeded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +14,7 @@ from mqlayer.domain.key_window import KeyWindow
 from mqlayer.domain.retry_rules import RetryRules
 from mqlayer.groups import GroupSettings, ensure_group, join
 from mqlayer.groups.breaker import (
+    LONGEST_PROBE_S,
     BreakerReply,
     State,
     close_breaker,
@@ -223,3 +225,20 @@ def test_members_and_operators_take_the_breaker_through_its_states_alone(stage: 
     run_state_machine_as_test(
         Machine, settings=settings(max_examples=10, stateful_step_count=12, deadline=None, suppress_health_check=checks)
     )
+
+
+def test_the_wait_for_a_probe_doubles_up_to_its_limit(stage: Stage) -> None:
+    with closing(RouteCache(stage.database)) as routes:
+        group = ensure_group(stage.runtime, routes, topic=stage.topic, name="g", settings=GroupSettings())
+    session = join(stage.database, group_id=group.group_id, member_id="m", lease_s=3600)
+    facts = {"group_id": session.group_id, "member_id": session.member_id, "session": session.session}
+    trip_breaker(stage.runtime, stage.topic, "g")
+    waits = []
+    for _ in range(6):
+        with stage.database.connection() as connection:
+            connection.execute("UPDATE mqlayer.breaker SET probe_at = now()")
+            assert take_probe(stage.database, facts)
+            end_probe(stage.database, facts, succeeded=False)
+            seconds = "SELECT round(extract(epoch FROM probe_at - changed_at))::int FROM mqlayer.breaker"
+            waits += connection.execute(seconds).fetchall()
+    assert waits == [(2,), (4,), (8,), (LONGEST_PROBE_S,), (LONGEST_PROBE_S,), (LONGEST_PROBE_S,)]
