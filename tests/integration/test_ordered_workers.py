@@ -77,7 +77,7 @@ class TaskShop:
         (directory / "shop_tasks.py").write_text(TASKS)
         self.ran.touch()
         self._environment = {**os.environ, "RAN": str(self.ran), "BROKER": broker.url, "MQLAYER_DSN": stage.dsn}
-        self._environment |= {"MQLAYER_KEY_PREFIX": stage.prefix, "MQLAYER_LEASE_S": "2"}
+        self._environment |= {"MQLAYER_KEY_PREFIX": stage.prefix, "MQLAYER_LEASE_S": "5"}
         self._environment |= {"MQLAYER_CONSUMERS": "shop:consumers"}
 
     def worker(self, **variables: str) -> Process:
@@ -101,7 +101,7 @@ class TaskShop:
     def owners(self) -> set[str | None]:
         """Return the members that have partitions; nobody before the group is there."""
         try:
-            return set(self.stage.owners("tasks").values())
+            return set(self.stage.owners("tasks").values()) - {None}
         except NotFound:
             return set()
 

@@ -118,6 +118,7 @@ def test_two_relays_bring_all_to_the_partitions_in_the_order_of_commits(
             committed = run_writers(race, OurOutbox(source=source), database_dsn, tmp_path)
             wait_until(
                 lambda: record_count(client, settings.key_prefix, partitions) >= committed,
+                timeout_s=60,
                 what=f"{committed} records in the partitions",
             )
         record_streams(settings, client, partitions, tmp_path)

@@ -482,7 +482,7 @@ def test_a_passing_over_that_is_killed_is_done_or_not_at_all_and_its_owner_goes_
 
     def act(body: bytes, ctx: Context) -> None:
         if ctx.key == "a":
-            may_end.wait(20)
+            may_end.wait(60)
 
     numbered(failing, "a", 1, 2, 3)
     recorder = Recorder(act)

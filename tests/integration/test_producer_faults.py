@@ -263,7 +263,7 @@ def test_a_node_that_is_away_is_named_and_what_was_queued_arrives_later(world: W
     with world.producer() as producer:
         node.kill()
         with pytest.raises(PublishUnknown, match=f"127.0.0.1:{node.port}") as raised:
-            producer.send("orders", key="k", body=b"1", timeout_s=0.2)
+            producer.send("orders", key="k", body=b"1", timeout_s=2)
         node.start()
         sent = [b"1"]
 
@@ -369,12 +369,14 @@ def test_a_full_partition_refuses_after_the_time_and_nothing_overtakes(world: Wo
             behind.result(20)
         with pytest.raises(PartlyPublished) as raised:
             producer.send_many(
-                "orders", [Message("k", b"6"), Message(bystander, b"too"), Message("k", b"7")], timeout_s=1
+                "orders", [Message("k", b"6"), Message(bystander, b"too"), Message("k", b"7")], timeout_s=3
             )
-        assert isinstance(raised.value.outcomes[0], BacklogFull)
+        # A try that is under way at the end of the time is refused a moment later.
+        assert isinstance(raised.value.outcomes[0], BacklogFull | PublishUnknown)
         assert raised.value.outcomes[1].offset == 2
-        assert isinstance(raised.value.outcomes[2], BacklogFull | PublishAborted)
+        assert isinstance(raised.value.outcomes[2], BacklogFull | PublishAborted | PublishUnknown)
         assert raised.value.stored == 1
+        assert producer.flush(20) == 0
         client.xtrim(world.keys(full).log, maxlen=0, approximate=False)
         assert producer.send("orders", key="k", body=b"last").identity.seq == 7
         assert producer.stats.pending == 0
@@ -500,7 +502,8 @@ def test_receipts_say_how_many_replicas_received_the_message(
     ):
         assert willing.send("orders", key="k", body=b"1").replicas == 1
         assert [r.replicas for r in willing.send_many("orders", [Message("k", b"2"), Message("l", b"x")])] == [1, 1]
-        wait_until(lambda: strict.send("orders", key="s", body=b"1").replicas == 1, what="a replicated message")
+        wait_until(lambda: is_replicated(strict), what="a replicated message")
+        before = strict.stats.unreplicated
         replica.kill()
         with pytest.raises(NotReplicated, match="stored, but 0 of 1"):
             strict.send("orders", key="s", body=b"2")
@@ -509,12 +512,20 @@ def test_receipts_say_how_many_replicas_received_the_message(
         with pytest.raises(PartlyPublished) as raised:
             strict.send_many("orders", [Message("s", b"4"), Message("s", b"5")])
         assert [type(outcome) for outcome in raised.value.outcomes] == [NotReplicated, NotReplicated]
-        assert strict.stats.unreplicated == 4
+        assert strict.stats.unreplicated == before + 4
     with world.producer(options={"replicas": 1, "replica_timeout_s": 0.1}) as willing:
         assert willing.send("orders", key="k", body=b"3").replicas == 0
     found = world.by_key()
     assert found["k"] == ["1", "2", "3"]
     assert found["s"][-4:] == ["2", "3", "4", "5"]
+
+
+def is_replicated(producer: Producer) -> bool:
+    """Send a message; say whether the replica had it in time."""
+    try:
+        return producer.send("orders", key="s", body=b"1").replicas == 1
+    except NotReplicated:
+        return False
 
 
 # Postgres

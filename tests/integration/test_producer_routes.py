@@ -37,7 +37,7 @@ def test_a_message_that_a_sealed_partition_refuses_lands_once_in_the_successor(w
         assert producer.send("orders", key="k", body=b"1").partition == parent
         set_meta(world, parent, state="sealed", change="7")
         with pytest.raises(PublishUnknown, match="does not serve the LP at present") as raised:
-            producer.send("orders", key="k", body=b"2", timeout_s=0.3)
+            producer.send("orders", key="k", body=b"2", timeout_s=2)
         behind = [producer.send_async("orders", key="k", body=b"%d" % number) for number in range(3, 20)]
         assert producer.send("orders", key=bystander, body=b"x").offset == 1
 

@@ -47,13 +47,13 @@ def begun_in(recorders: list[Clocked], since: float, seconds: float) -> int:
 
 
 def assert_rate(recorders: list[Clocked], seconds: float, *, low: float, high: float) -> None:
-    """Fail unless so many messages are begun in one of three stretches that follow each other.
+    """Fail unless so many messages are begun in one of five stretches that follow each other.
 
     A process that the machine holds up begins fewer, and makes up for them behind that.
     """
     counts: list[int] = []
     while not counts or not low <= counts[-1] <= high:
-        assert len(counts) < 3, f"{counts} messages in {seconds:g} s each, not {low:g} to {high:g}"
+        assert len(counts) < 5, f"{counts} messages in {seconds:g} s each, not {low:g} to {high:g}"
         counts.append(begun_in(recorders, time.monotonic(), seconds))
 
 
@@ -120,7 +120,8 @@ def test_two_members_with_four_partitions_keep_to_the_rate_of_their_group_over_a
 ) -> None:
     """N messages/s within a tenth, over seconds; a member that dies, and its successor, change nothing in that."""
     stage = start_stage(redis_url, partitions=4)
-    stage.send_numbers(keys=40, each=40)
+    # Enough for every stretch, however long the member's death takes.
+    stage.send_numbers(keys=40, each=120)
     rate = 150.0
     recorders = [Clocked(), Clocked()]
     apps = [limited(stage, recorders[0], rate), limited(stage, recorders[1], None)]
@@ -153,7 +154,7 @@ def test_a_shared_group_keeps_to_its_rate_whoever_of_its_members_handles(
     start_stage: StartStage, redis_url: str
 ) -> None:
     stage = start_stage(redis_url, partitions=2)
-    stage.send_numbers(keys=40, each=40)
+    stage.send_numbers(keys=40, each=60)
     rate, recorders, apps = 150.0, [Clocked(), Clocked()], [stage.app(), stage.app()]
     for app, recorder in zip(apps, recorders, strict=True):
         app.consumer(stage.topic, group="s", mode="shared", rate_limit=rate)(recorder)
@@ -161,7 +162,11 @@ def test_a_shared_group_keeps_to_its_rate_whoever_of_its_members_handles(
     wait_until(lambda: all(len(recorder.at) > 40 for recorder in recorders), what="both handle messages")
     assert_rate(recorders, 2.0, low=0.9 * 2 * rate, high=1.1 * 2 * rate)
     set_group(runtime_of(stage.database, actor="a test"), stage.topic, "s", rate_limit=math.inf)
-    wait_until(lambda: sum(recorder.count() for recorder in recorders) == 1600, what="the rest, without a limit")
+    # A message may come again, to the other member.
+    wait_until(
+        lambda: len({(one.key, one.body) for recorder in recorders for one in list(recorder.ended)}) == 2400,
+        timeout_s=30, what="the rest, without a limit",
+    )  # fmt: skip
 
 
 @pytest.mark.full
@@ -188,7 +193,7 @@ def test_a_rate_that_is_changed_while_members_run_is_in_force_at_once(stage: Sta
     assert time.process_time() - turns[1] < 0.6
     set_group(runtime_of(stage.database, actor="test"), stage.topic, "g", rate_limit=200, rate_burst=10)
     app.members[0].wake()
-    wait_until(lambda: len(recorder.at) > 50, timeout_s=5, what="the higher rate")
+    wait_until(lambda: len(recorder.at) > 50, timeout_s=20, what="the higher rate")
     set_group(runtime_of(stage.database, actor="test"), stage.topic, "g", rate_limit=float("inf"))
     stage.wait_settled()
     assert find_group(stage.database, stage.topic, "g").rate is None
@@ -208,16 +213,16 @@ def test_other_attempts_count_as_messages(stage: Stage) -> None:
 
 
 def test_what_is_parked_and_due_keeps_to_the_rate_as_well(stage: Stage) -> None:
-    """Fails once, is parked for a second, and comes back with all the rest of its key: 300 messages out of Postgres."""
+    """Fails once, is parked for a second, and comes back with all the rest of its key: 600 messages out of Postgres."""
 
     def fail_first(body: bytes, ctx: Context) -> None:
         if ctx.attempt == 1 and body == b"0":
             raise RetryLater(11.0)
 
-    stage.send(("key", b"%d" % number) for number in range(300))
+    stage.send(("key", b"%d" % number) for number in range(600))
     recorder = Clocked(act=fail_first)
     limited(stage, recorder, None)
-    wait_until(lambda: parked(stage) == 300, what="the key is parked")
+    wait_until(lambda: parked(stage) == 600, what="the key is parked")
     set_group(runtime_of(stage.database, actor="test"), stage.topic, "g", rate_limit=60, rate_burst=1)
     try_now(stage.database, stage.group_id("g"), keep_attempts=True)
     wait_until(lambda: len(recorder.at) > 20, what="some came back")
@@ -267,7 +272,7 @@ def test_parked_keys_go_on_beside_a_stream_that_takes_all_of_the_rate(start_stag
     wait_until(lambda: recorder.count() > 5, what="the stream takes all of the rate")
     others = recorder.count()
     release_parked(runtime_of(stage.database, actor="test"), stage.topic, "g", key="key")
-    wait_until(lambda: len(recorder.bodies("key")) > 10, timeout_s=8, what="the key goes on")
+    wait_until(lambda: len(recorder.bodies("key")) > 10, timeout_s=15, what="the key goes on")
     assert recorder.count() - len(recorder.bodies("key")) >= others + 3
     assert recorder.bodies("other-399") == []
     recorder.assert_in_order()
@@ -307,16 +312,17 @@ def test_receivers_are_given_no_more_than_the_rate_and_redelivery_counts(
             return all(spot.group_partition.rate for spot in listing.views)
 
         wait_until(known, what="the rate is known")
-        given: list[int] = []
+        given, before = list[int](), time.monotonic()
         # A machine that holds this process up makes a stretch longer, or shorter.
         while not given or not 0.8 * 75 <= given[-1] <= 1.2 * 75:
-            assert len(given) < 3, given
+            assert len(given) < 5, given
             given.append(0)
-            began = asked = time.monotonic()
+            began = time.monotonic()
             while time.monotonic() - began < 1.5:
+                # What flows in begins with the former grant, which is some time before its call has returned.
+                asked, since = time.monotonic(), before
                 messages, before = receiver.receive(100, wait_s=0.2, visibility_timeout_s=0.3), asked
-                asked = time.monotonic()
-                assert len(messages) <= 2 + 50 * (asked - before)
+                assert len(messages) <= 2 + 50 * (time.monotonic() - since)
                 given[-1] += len(messages)
 
 

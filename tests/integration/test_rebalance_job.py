@@ -314,7 +314,7 @@ def test_a_killed_member_is_reallocated_for_within_its_lease_and_a_heartbeat(sta
         environment = {"MQLAYER_DSN": stage.dsn, "MQLAYER_KEY_PREFIX": stage.prefix, "MQLAYER_LEASE_S": "1.0"}
         silent = start_python("-c", SILENT, stage.topic, env=os.environ | environment)
         try:
-            wait_until(lambda: sorted(shares(stage).values()) == [2, 2], timeout_s=30, what="it has its share")
+            wait_until(lambda: sorted(shares(stage).values()) == [2, 2], timeout_s=60, what="it has its share")
         finally:
             silent.kill()
             silent.wait()
@@ -367,7 +367,7 @@ def test_jobs_are_late_after_three_intervals_or_half_a_minute_by_the_databases_c
     database = stage.database
     run_sql(stage, "UPDATE mqlayer.migration SET at = now()")
     assert late_jobs(database) == [], "a new installation has time to start its workers"
-    run_sql(stage, "UPDATE mqlayer.migration SET at = now() - interval '29 s'")
+    run_sql(stage, "UPDATE mqlayer.migration SET at = now() - interval '20 s'")
     assert late_jobs(database) == []
     run_sql(stage, "UPDATE mqlayer.migration SET at = now() - interval '31 s'")
     names = {late.name for late in late_jobs(database)}

@@ -234,10 +234,12 @@ def test_a_rate_is_kept_over_batches_and_workers(failing: Failing) -> None:
     redrive_id, worker = begin(failing, per_s=2.0)
     first = work_on(database, redrive_id, worker=worker, longest_wait_s=0)
     assert (first.state, first.done, first.worked_on) == ("running", 2, False)
+    # Time that passes from here on changes nothing.
+    failing.sql("UPDATE mqlayer.redrive SET next_at = next_at + interval '1 minute'")
     another = new_worker()
     resume_bulk(runtime_of(database, actor="a test"), redrive_id, worker=another)
     assert work_on(database, redrive_id, worker=another, longest_wait_s=0).done == 2, "the rate is not the worker's"
-    failing.sql("UPDATE mqlayer.redrive SET next_at = next_at - interval '1 second'")
+    failing.sql("UPDATE mqlayer.redrive SET next_at = next_at - interval '61 seconds'")
     resume_bulk(runtime_of(database, actor="a test"), redrive_id, worker=another)
     assert work_on(database, redrive_id, worker=another, longest_wait_s=0).done == 4
 

@@ -48,7 +48,7 @@ def test_a_relay_killed_at_any_failpoint_leaves_chains_that_the_next_one_complet
         if name == "relay.before_release":
             world.wait_until_whole()
             process.send_signal(signal.SIGTERM)
-        wait_until(lambda: _publish_until_dead(world, process), timeout_s=30, what=f"{name} to be reached")
+        wait_until(lambda: _publish_until_dead(world, process), timeout_s=60, what=f"{name} to be reached")
         assert process.returncode == -signal.SIGKILL
     with world.relay():
         _repair(world)
@@ -59,7 +59,7 @@ def test_a_relay_killed_at_any_failpoint_leaves_chains_that_the_next_one_complet
 @pytest.mark.parametrize("name", some_of(["relay.after_send", "relay.after_append", "relay.before_progress"], 3))
 def test_a_relay_stopped_past_its_lease_wakes_up_beside_its_successor(world: World, name: str) -> None:
     with world.relay_process(failpoints=f"{name}=stop") as process:
-        wait_until(lambda: is_stopped(process), timeout_s=30, what=f"{name} to be reached")
+        wait_until(lambda: is_stopped(process), timeout_s=60, what=f"{name} to be reached")
         with world.relay():
             world.publish(100, tag="while")
             world.wait_until_whole()
@@ -83,7 +83,7 @@ def test_a_relay_told_to_end_finishes_and_gives_its_lps_back(world: World) -> No
 
 def test_the_compensating_pass_makes_up_for_a_killed_relay(world: World) -> None:
     with world.relay_process(failpoints="relay.after_send=kill") as process:
-        assert process.wait(timeout=20) == -signal.SIGKILL
+        assert process.wait(timeout=60) == -signal.SIGKILL
     wait_until(lambda: relay_once(world.settings(), limits=QUICK) + world.whole(), what="the lease of the dead to end")
     world.wait_until_whole()
 

@@ -37,13 +37,13 @@ def test_the_other_relay_takes_the_part_of_a_dead_one_long_before_its_lease_ends
             def parts() -> list[int]:
                 return [count for _, count in connection.execute(HOLDERS).fetchall()]
 
-            wait_until(lambda: parts() == [8, 8], timeout_s=20, what="each relay has its part")
+            wait_until(lambda: parts() == [8, 8], timeout_s=60, what="each relay has its part")
             victim, _ = children_of(ProcessId(process.pid, _started(process.pid) or ""))
             os.kill(victim.pid, signal.SIGKILL)
             for number in range(200):
                 publish(connection, "orders", key=f"key-{number}", body=b"")
-            wait_until(lambda: relayed(connection) == 200, timeout_s=20, what="all messages relayed")
-            wait_until(lambda: parts() == [8, 8], timeout_s=20, what="the dead one's successor has a part")
+            wait_until(lambda: relayed(connection) == 200, timeout_s=60, what="all messages relayed")
+            wait_until(lambda: parts() == [8, 8], timeout_s=60, what="the dead one's successor has a part")
             assert log.read_text().count("dead_relay_ended") == 1
             assert "lp_sets=8" in log.read_text()
             process.terminate()

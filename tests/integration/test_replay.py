@@ -266,17 +266,19 @@ def test_newer_messages_wait_until_all_is_given(scene: ReplayScene, wanted: Repl
     """Of the key that is replayed alone, or of all; nothing comes between."""
     recorder = Recorder()
     scene.stage.consume(recorder, backoff_s=None)
-    replay_id, worker = scene.begin(wanted, per_s=10.0)
+    # It stands behind the first one until the rate is another.
+    replay_id, worker = scene.begin(wanted, per_s=0.01)
     thread = threading.Thread(
         target=work_on_replay, args=(scene.stage.database, replay_id), kwargs={"worker": worker, "batch": 3}
     )
     thread.start()
-    wait_until(lambda: b"1" in recorder.bodies("key-0"), what="the first one")
+    wait_until(lambda: recorder.bodies() == [b"1"], what="the first one")
     scene.stage.send_numbers(2, 3, first=11)
     if wanted.key is not None:
         wait_until(lambda: recorder.bodies("key-1") == numbers(11, 13), what="other keys to go on")
     scene.stage.send_numbers(2, 2, first=14)
     assert replay_of(scene.stage.database, replay_id).state == "running"
+    scene.failing.sql("UPDATE mqlayer.redrive SET per_s = 10, next_at = now()")
     thread.join(20)
     wait_until(lambda: len(recorder.bodies("key-0")) == 15, what="all of it")
     assert recorder.bodies("key-0") == numbers(1, 15)
@@ -326,7 +328,8 @@ def test_what_is_newer_never_keeps_a_replayed_key_from_its_end(scene: ReplayScen
     """It waits for that end, and may be as much as the group may have parked."""
     recorder = Recorder()
     scene.stage.consume(recorder, backoff_s=None)
-    replay_id, worker = scene.begin(ReplayFilter(key="key-0"), per_s=2.0)
+    # It stands behind the first one until the rate is another.
+    replay_id, worker = scene.begin(ReplayFilter(key="key-0"), per_s=0.01)
     thread = threading.Thread(
         target=work_on_replay, args=(scene.stage.database, replay_id), kwargs={"worker": worker, "batch": 2}
     )
@@ -336,6 +339,7 @@ def test_what_is_newer_never_keeps_a_replayed_key_from_its_end(scene: ReplayScen
     scene.stage.send_numbers(1, 5, first=11)
     wait_until(lambda: len(scene.failing.parked("key-0")) >= 3, what="the group to be full of what is newer")
     assert replay_of(scene.stage.database, replay_id).state == "running"
+    scene.failing.sql("UPDATE mqlayer.redrive SET per_s = 2, next_at = now()")
     thread.join(30)
     try:
         assert replay_of(scene.stage.database, replay_id).state == "done"
