@@ -229,7 +229,9 @@ def test_members_and_operators_take_the_breaker_through_its_states_alone(stage: 
 
 def test_the_wait_for_a_probe_doubles_up_to_its_limit(stage: Stage) -> None:
     with closing(RouteCache(stage.database)) as routes:
-        group = ensure_group(stage.runtime, routes, topic=stage.topic, name="g", settings=GroupSettings())
+        group = ensure_group(
+            stage.runtime, routes, topic=stage.topic, name="g", settings=GroupSettings(breaker_share=0.5)
+        )
     session = join(stage.database, group_id=group.group_id, member_id="m", lease_s=3600)
     facts = {"group_id": session.group_id, "member_id": session.member_id, "session": session.session}
     trip_breaker(stage.runtime, stage.topic, "g")
