@@ -42,15 +42,15 @@ OPTIONS: Final[dict[str, str]] = {
     "trim": "TOPIC",
     **dict.fromkeys(
         ("analytics audit", "analytics latency", "analytics failures", "analytics fairness"),
-        "--snapshot --topic --out --html --method --conf --json",
+        "--snapshot --topic --out --html --method --from-export --conf --json",
     ),
     **dict.fromkeys(
         ("analytics skew", "analytics all"),
-        "--snapshot --topic --out --html --partitions --split-report --method --conf --json",
+        "--snapshot --topic --out --html --partitions --split-report --method --from-export --conf --json",
     ),
     "analytics shadow":
         "TOPIC --snapshot --handler --against --table --ignore --key --trust-names --allow-unfenced --json",
-    "analytics journeys": "--snapshot --topic --out --html --console --method --conf --json",
+    "analytics journeys": "--snapshot --topic --out --html --console --method --from-export --conf --json",
     "analytics schedule create": "NAME --every --job --topic --keep --first --export-to",
     "analytics schedule list": "--json",
     "analytics schedule runs": "NAME --limit --after --json",
@@ -58,13 +58,13 @@ OPTIONS: Final[dict[str, str]] = {
     "analytics schedule pause": "NAME",
     "analytics schedule resume": "NAME",
     "analytics schedule drop": "NAME --plan --yes",
-    "analytics effects": "--snapshot --topic --application-dsn --out --html --method --conf --json",
+    "analytics effects": "--snapshot --topic --application-dsn --out --html --method --from-export --conf --json",
     "analytics certify":
         "--snapshot --out --key --block --check --export --public-key --hashes-only --continues --spark --conf --json",
     "analytics what-if":
         "--snapshot --topic --partitions --split-report --version --group --members --member-rate --handler-ms "
         "--concurrency --balance --slot --since --until --auto --capacity --cool-down --changes-per-hour "
-        "--max-partitions --min-partitions --out --html --method --conf --json",
+        "--max-partitions --min-partitions --out --html --method --from-export --conf --json",
     "doctor": "--all --json",
     "problems": "--ended --hours --json",
     "size":
