@@ -134,13 +134,23 @@ def test_spark_gives_the_rows_that_the_lake_gives(filled: ArchivedTopics, tmp_pa
     for way, read in ways.items():
         found[way] = {table: digest(rows_of_spark(read(table=table))) for table in TABLES}
     assert found == dict.fromkeys(found, expected)
+    before = audit_of(spark, filled, None)
     drop_exported_days(filled)
+    assert audit_of(spark, filled, lake_of(filled)) == before
     with pytest.raises(Exception, match=r"snapshot .* with its export"):
         read_by_spark(spark, "s", dsn=filled.dsn, method="python").collect()
     across = {table: digest(rows_of_spark(by_export(table=table))) for table in TABLES}
     assert across == expected, "with days that only the export has"
     with pytest.raises(InvalidInput, match="jdbc reads no export to a lake"):
         by_export(method="jdbc")
+
+
+def audit_of(spark: Any, filled: ArchivedTopics, export: str | None) -> dict[str, Any]:
+    """What `mqlayer analytics audit` finds."""
+    from mqlayer.spark.jobs.runner import names_of, perform, tables_of
+
+    (found,) = perform(tables_of(spark, "s", dsn=filled.dsn, export=export), names_of("audit"))
+    return {"good": found.good, **found.facts}
 
 
 def rows_of_spark(frame: Any) -> list[str]:
