@@ -39,7 +39,7 @@ def test_a_request_commits_with_its_message_and_the_web_applications_consumer_bo
     sessions = sessionmaker(engine)
     with sessions.begin() as session:
         session.execute(text("CREATE TABLE ledger (customer text, amount int)"))
-    consumers = mqlayer.App(world.settings())
+    consumers = mqlayer.App(world.settings(lease_s=10.0))
     seen: list[bool] = []
 
     def book(order: Placed, ctx: mqlayer.Context, session: Any) -> None:

@@ -135,7 +135,7 @@ def test_a_consumer_parks_it_and_a_worker_archives_it_by_their_own_rights_alone(
     publish_large(world, os.urandom(SIZE))
     relay_once(world.settings())
     world.right = Right.CONSUME
-    app = App(world.settings())
+    app = App(world.settings(lease_s=10.0))
 
     @app.consumer("orders", group="g", start="earliest", attempt_limit=1, policy="park")
     def handle(_: bytes) -> None:

@@ -17,7 +17,7 @@ from tests.proof.world import World
 @pytest.mark.world(partitions=1)
 def test_members_a_relay_and_a_producer_do_not_draw_from_it(world: World) -> None:
     """Each with a new connection to Postgres, a handler that fails, and a heartbeat."""
-    app, ordered, shared = mqlayer.App(world.settings()), Recorder(), Recorder()
+    app, ordered, shared = mqlayer.App(world.settings(lease_s=10.0)), Recorder(), Recorder()
     failing = {"ordered", "shared"}
 
     def fail_once(group: str) -> None:
