@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
 from mqlayer.archive import find_snapshot
 from mqlayer.cli.addresses import settings_here
-from mqlayer.cli.analytics import ConfOption, spark_settings
+from mqlayer.cli.analytics import ConfOption, ExportOption, spark_settings
 from mqlayer.cli.option_rules import RuledCommand, excludes, needs
 from mqlayer.cli.output import JsonOption, echo, pluralize
 from mqlayer.cli.panels import LOOK
@@ -26,6 +26,19 @@ MAX_SHOWN: Final = 20
 UNPROVEN: Final = 3
 
 
+class _Source(NamedTuple):
+    """Where records come from. `spark`: None where their number decides."""
+
+    parquet: Path | None
+    export: str | None
+    spark: bool | None
+    conf: list[str]
+
+    def of_records(self, count: int) -> _Source:
+        """Decide by the number of records."""
+        return self if self.spark is not None else self._replace(spark=count > _plain_records())
+
+
 def add_certify(group: typer.Typer) -> None:
     """Add the command."""
     group.command("certify", cls=RuledCommand, rich_help_panel=LOOK)(certify)
@@ -39,7 +52,8 @@ def add_certify(group: typer.Typer) -> None:
 @needs("--export", "--check", why="a certificate is made of the archive")
 @needs("--public-key", "--check", why="it checks a signature")
 @needs("--hashes-only", "--check", why="it reads no record")
-@excludes("--hashes-only", "--export", "--spark", "--conf", why="--hashes-only reads no record")
+@excludes("--hashes-only", "--export", "--from-export", "--spark", "--conf", why="--hashes-only reads no record")
+@excludes("--export", "--from-export", why="records come from one of them")
 @excludes("--block", "--continues", why="blocks are as large as the earlier certificate's")
 def certify(
     snapshot: Annotated[str | None, typer.Option(metavar="NAME", help="Certify this snapshot.")] = None,
@@ -57,6 +71,7 @@ def certify(
     spark: Annotated[
         bool | None, typer.Option("--spark/--no-spark", help="Else Spark from 1,000,000 records on.")
     ] = None,
+    from_export: ExportOption = None,
     conf: ConfOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -65,20 +80,20 @@ def certify(
     from mqlayer.archive.certify import check_hashes, judge, load_certificate
 
     earlier = None if continues is None else load_certificate(continues)
-    given = conf or []
+    if from_export is not None and spark is False:
+        raise InvalidInput("--from-export is read by Spark: leave --no-spark out")
+    source = _Source(export, from_export, True if from_export else spark, conf or [])
     if check is None:
         if snapshot is None or out is None:
             raise InvalidInput("say --snapshot NAME --out FILE to make a certificate, or --check FILE")
-        _make(snapshot, out, key, block, earlier, spark=spark, conf=given, as_json=as_json)
+        _make(snapshot, out, key, block, earlier, source, as_json=as_json)
         return
     certificate = load_certificate(check)
     if hashes_only:
         found = check_hashes(certificate, public_key=public_key, continues=earlier)
     else:
-        by_spark = certificate.records > _plain_records() if spark is None else spark
-        facts, contents = _contents(
-            certificate.snapshot, certificate.block_records, earlier, export=export, spark=by_spark, conf=given
-        )
+        known = source.of_records(certificate.records)
+        facts, contents = _contents(certificate.snapshot, certificate.block_records, earlier, known)
         found = judge(certificate, facts, contents, public_key=public_key, continues=earlier)
     _show(found, as_json=as_json, signer_known=public_key is not None, read=not hashes_only)
     if not found.good:
@@ -93,20 +108,18 @@ def _make(
     key: Path | None,
     block: int | None,
     earlier: Certificate | None,
+    source: _Source,
     *,
-    spark: bool | None,
-    conf: list[str],
     as_json: bool,
 ) -> None:
     from mqlayer.archive.certificates import BLOCK_RECORDS
     from mqlayer.archive.certify import assemble, block_size, write_whole
 
     size = block_size(earlier, block or BLOCK_RECORDS)
-    by_spark = spark
-    if spark is None:
+    if source.spark is None:
         with Database(settings_here().control_dsn()) as database:
-            by_spark = find_snapshot(database, name).records > _plain_records()
-    facts, contents = _contents(name, size, earlier, export=None, spark=bool(by_spark), conf=conf)
+            source = source.of_records(find_snapshot(database, name).records)
+    facts, contents = _contents(name, size, earlier, source)
     if key is None and (usual := settings_here().certificate_key):
         key = Path(usual)
     try:
@@ -128,27 +141,21 @@ def _make(
         raise typer.Exit(1)
 
 
-def _contents(
-    name: str,
-    size: int,
-    earlier: Certificate | None,
-    *,
-    export: Path | None,
-    spark: bool,
-    conf: list[str],
-) -> tuple[dict[str, Any], Contents]:
-    if not spark:
-        return _plain_contents(name, size, earlier, export)
+def _contents(name: str, size: int, earlier: Certificate | None, source: _Source) -> tuple[dict[str, Any], Contents]:
+    if not source.spark:
+        return _plain_contents(name, size, earlier, source.parquet)
     check_spark()
     from mqlayer.spark.jobs import certify as job
     from mqlayer.spark.jobs.runner import borrowed_session
 
-    given = spark_settings(conf)
+    given = spark_settings(source.conf)
     with borrowed_session("mqlayer certify", **given) as session:
-        if export is not None:
-            return job.export_contents(session, name, str(export), block_records=size, continues=earlier)
+        if source.parquet is not None:
+            return job.export_contents(session, name, str(source.parquet), block_records=size, continues=earlier)
         dsn = settings_here().control_dsn()
-        return job.snapshot_contents(session, name, dsn=dsn, block_records=size, continues=earlier)
+        return job.snapshot_contents(
+            session, name, dsn=dsn, block_records=size, continues=earlier, export=source.export
+        )  # fmt: skip
 
 
 def _plain_contents(

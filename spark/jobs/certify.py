@@ -24,14 +24,20 @@ ENDS: Final = "topic string, source bigint, lp int, end bigint"
 
 
 def snapshot_contents(
-    spark: SparkSession, name: str, *, dsn: str, block_records: int, continues: Certificate | None = None
+    spark: SparkSession,
+    name: str,
+    *,
+    dsn: str,
+    block_records: int,
+    continues: Certificate | None = None,
+    export: str | None = None,
 ) -> tuple[dict[str, Any], Contents]:
     """Compute a snapshot's facts and contents. Raises NotFound."""
     with Database(dsn) as database:
         found = find_snapshot(database, name)
         cut = spark.createDataFrame(snapshot_cut(database, found.snapshot_id), CUT)
-    records = read_snapshot(spark, name, dsn=dsn)
-    lineage = read_snapshot(spark, name, dsn=dsn, table="lineage").cache()
+    records = read_snapshot(spark, name, dsn=dsn, export=export)
+    lineage = read_snapshot(spark, name, dsn=dsn, table="lineage", export=export).cache()
     ends = ends_of(continues)
     return snapshot_facts(found), contents_of(records, lineage, cut, block_records=block_records, last_seqs=ends)
 

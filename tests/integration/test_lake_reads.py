@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from mqlayer.archive import create_snapshot, retain, set_keep_until_exported
+from mqlayer.archive.certify import load_certificate
 from mqlayer.archive.columns import ArchiveTable
 from mqlayer.archive.lake import export_archive, read_snapshot, verify_export
 from mqlayer.archive.parquet_export import export_snapshot
 from mqlayer.errors import ArchiveBroken, InvalidInput, NotFound
 from tests.fixtures.archived import ArchivedTopics
+from tests.fixtures.commands import Commands
 from tests.fixtures.missing_tools import import_or_leave_out
 from tests.proof.runtimes import runtime_of
 
@@ -134,9 +136,9 @@ def test_spark_gives_the_rows_that_the_lake_gives(filled: ArchivedTopics, tmp_pa
     for way, read in ways.items():
         found[way] = {table: digest(rows_of_spark(read(table=table))) for table in TABLES}
     assert found == dict.fromkeys(found, expected)
-    before = audit_of(spark, filled, None)
+    before = audit_of(spark, filled, None), contents_of(spark, filled, None)
     drop_exported_days(filled)
-    assert audit_of(spark, filled, lake_of(filled)) == before
+    assert (audit_of(spark, filled, lake_of(filled)), contents_of(spark, filled, lake_of(filled))) == before
     with pytest.raises(Exception, match=r"snapshot .* with its export"):
         read_by_spark(spark, "s", dsn=filled.dsn, method="python").collect()
     across = {table: digest(rows_of_spark(by_export(table=table))) for table in TABLES}
@@ -145,12 +147,38 @@ def test_spark_gives_the_rows_that_the_lake_gives(filled: ArchivedTopics, tmp_pa
         by_export(method="jdbc")
 
 
+@pytest.mark.full
+def test_a_certificate_is_checked_on_days_that_only_the_export_has(
+    filled: ArchivedTopics, tmp_path: Path, request: Any, run: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_or_leave_out("pyspark")
+    request.getfixturevalue("spark")
+    monkeypatch.setenv("MQLAYER_DSN", filled.dsn)
+    export_archive(runtime_of(filled.database), lake_of(filled))
+    certify, file = ("analytics", "certify"), str(tmp_path / "s.json")
+    run(*certify, "--snapshot", "s", "--out", file)
+    drop_exported_days(filled)
+    assert "with its export" in run.failure(*certify, "--check", file)
+    across = ("--from-export", lake_of(filled))
+    assert "certificate of s: accepted; 37 records" in run.text(*certify, "--check", file, *across)
+    run(*certify, "--snapshot", "s", "--out", str(tmp_path / "again.json"), *across)
+    assert load_certificate(tmp_path / "again.json").chains == load_certificate(Path(file)).chains
+    assert "leave --no-spark out" in run.failure(*certify, "--check", file, "--no-spark", *across)
+
+
 def audit_of(spark: Any, filled: ArchivedTopics, export: str | None) -> dict[str, Any]:
     """What `mqlayer analytics audit` finds."""
     from mqlayer.spark.jobs.runner import names_of, perform, tables_of
 
     (found,) = perform(tables_of(spark, "s", dsn=filled.dsn, export=export), names_of("audit"))
     return {"good": found.good, **found.facts}
+
+
+def contents_of(spark: Any, filled: ArchivedTopics, export: str | None) -> Any:
+    """What `mqlayer analytics certify` certifies."""
+    from mqlayer.spark.jobs.certify import snapshot_contents
+
+    return snapshot_contents(spark, "s", dsn=filled.dsn, block_records=16, export=export)
 
 
 def rows_of_spark(frame: Any) -> list[str]:

@@ -60,7 +60,8 @@ OPTIONS: Final[dict[str, str]] = {
     "analytics schedule drop": "NAME --plan --yes",
     "analytics effects": "--snapshot --topic --application-dsn --out --html --method --from-export --conf --json",
     "analytics certify":
-        "--snapshot --out --key --block --check --export --public-key --hashes-only --continues --spark --conf --json",
+        "--snapshot --out --key --block --check --export --public-key --hashes-only --continues --spark --from-export "
+        "--conf --json",
     "analytics what-if":
         "--snapshot --topic --partitions --split-report --version --group --members --member-rate --handler-ms "
         "--concurrency --balance --slot --since --until --auto --capacity --cool-down --changes-per-hour "
