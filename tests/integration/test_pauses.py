@@ -365,8 +365,9 @@ def test_the_commands_say_what_rests_and_what_goes_on(stage: Stage, run: Command
 )
 def test_a_word_that_is_cut_off_was_not_said(stage: Stage, place: str, words: tuple[str, ...]) -> None:
     recorder = Recorder()
-    stage.consume(recorder)
+    app = stage.consume(recorder)
     pause_key(runtime_of(stage.database, actor="ann"), stage.topic, "g", "key")
+    wait_until(lambda: holds_paused(app, b"key"), what="the owner knows")
     env = {"MQLAYER_DSN": stage.dsn, "MQLAYER_KEY_PREFIX": stage.prefix, **armed(f"{place}=kill")}
     assert run_python("mqlayer", *words, env=os.environ | env, timeout=60) == -9
     stage.send([("key", b"1"), ("other", b"2")])
