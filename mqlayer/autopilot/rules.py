@@ -57,26 +57,22 @@ def _split(topic: AutoTopic, one: AutoPartition) -> Verdict:
     loads = one.loads
     if loads is None or loads.total < SAMPLED_LEAST:
         return Proposal("split", (one.partition,), f"{heat}; its LPs are not sampled yet")
-    hottest, share = _hottest(loads)
-    if share > MOST_OF_ONE:
-        return _isolate(one, hottest, share, heat)
+    hottest, messages = max(loads.per_lp.items(), key=lambda item: (item[1], -item[0]))
+    if messages > MOST_OF_ONE * loads.total:
+        return _isolate(one, loads, hottest, heat)
     point = halving_point(loads.per_lp, one.lp_from, one.lp_to)
     parts = part_loads(loads.per_lp, one.lp_from, one.lp_to, [point])
     reason = f"{heat}; LP {point} halves its load"
     return Proposal("split", (one.partition,), reason, (point,), share=max(parts) / sum(parts))
 
 
-def _hottest(loads: LpLoads) -> tuple[int, float]:
-    lp, messages = max(loads.per_lp.items(), key=lambda item: (item[1], -item[0]))
-    return lp, messages / loads.total
-
-
-def _isolate(one: AutoPartition, lp: int, share: float, heat: str) -> Verdict:
-    key = _key_of(one, lp)
+def _isolate(one: AutoPartition, loads: LpLoads, lp: int, heat: str) -> Verdict:
+    key, share = _key_of(one, lp), loads.per_lp[lp] / loads.total
+    rest = (loads.total - loads.per_lp[lp]) / loads.total
     named = (
         f"key {key.key!r} of LP {lp} has {key.share:.0%} of its load" if key else f"LP {lp} has {share:.0%} of its load"
     )
-    if 1 - share < REST_LEAST:
+    if rest < REST_LEAST:
         reason = f"{heat}; {named}, so no split helps: {_advice(key)}"
         return RefusedChange("split", (one.partition,), reason, key.key if key else None, lp, alarm=True)
     points = tuple(at for at in (lp, lp + 1) if one.lp_from < at < one.lp_to)

@@ -93,7 +93,7 @@ class HeartbeatSender:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Run another statement between heartbeats, on their connection; after `PATIENCE_S`, beside them."""
+        """Run a statement between heartbeats; after `PATIENCE_S`, beside them."""
         taken = self._sending.acquire(timeout=PATIENCE_S)
         try:
             yield

@@ -126,6 +126,7 @@ def changed(topic: AutoTopic, chosen: Proposal, loads: Mapping[int, int], number
 @example(loads={0: 701}, count=1)
 @example(loads={0: 349, 1023: 352}, count=1)
 @example(loads={5: 900, 6: 80}, count=2)
+@example(loads={0: 657, 1: 73}, count=1)
 def test_a_constant_load_comes_to_rest_without_going_back_and_forth(loads: dict[int, int], count: int) -> None:
     topic = tiled(count, loads)
     seen = [_bounds(topic)]
@@ -137,7 +138,7 @@ def test_a_constant_load_comes_to_rest_without_going_back_and_forth(loads: dict[
     for one in topic.partitions:
         single = one.lp_to - one.lp_from == 1
         hottest = max(one.loads.per_lp.values(), default=0) if one.loads else 0
-        assert one.per_s <= SPLIT_ABOVE * CAPACITY or single or hottest > 0.9 * one.per_s
+        assert one.per_s <= SPLIT_ABOVE * CAPACITY or single or 10 * hottest > 9 * one.per_s
 
 
 def _bounds(topic: AutoTopic) -> list[int]:
