@@ -70,7 +70,7 @@ MARKED_FOLDERS = {"unit", "property", "integration", "chaos"}
 
 
 # Where CI is set, Hypothesis tries the same examples each time, and keeps to itself how a failing one is made again.
-# Nowhere does it judge an example by its time: a busy machine stands still for longer than its 200 ms.
+# Hypothesis judges no example by its time: a stall of the machine lasts longer than its 200 ms.
 _unhurried = settings(settings.get_profile("default"), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("suite", _unhurried)
 settings.register_profile("ci", _unhurried, derandomize=False, print_blob=True)

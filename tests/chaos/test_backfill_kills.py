@@ -77,7 +77,7 @@ def test_kills_while_the_archive_is_given(kill_scene: KillScene, database: Datab
             shop.killed(failpoint)
         shop.start("last")
         kill_scene.wait_until_drained()
-        # All that was given may be handled before it is noted that nothing is left.
+        # Members may handle the last message before the job notes the end.
         wait_until(lambda: replay_of(database, replay_id).state == "done", what="all is given")
     finally:
         stop.set()

@@ -72,7 +72,7 @@ class MixedScene:
         scene.environment |= {
             "MQLAYER_TEST_DIRECTORY": str(scene.directory),
             "MQLAYER_TEST_FAILING": "0",
-            # Who counts as living has to live on while the machine stands still.
+            # The old members must outlive a stall of the machine.
             "MQLAYER_LEASE_S": "4.0",
         }
 

@@ -191,7 +191,7 @@ def test_a_member_that_wakes_late_neither_repeats_nor_writes_off_what_others_han
     recorder = Recorder()
     other = share(stage, recorder, group=GROUP)
     stage.wait_settled(GROUP, timeout_s=40)
-    # On a machine that stands still for so long it gets its own ones again, too.
+    # After a stall the other member gets its own messages again, too.
     assert set(recorder.bodies()) == {b"late", b"late-bad"}
     other.stop()
     (scene.directory / "go").touch()

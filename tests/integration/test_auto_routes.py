@@ -44,7 +44,7 @@ def test_a_hot_partition_is_measured_and_split_where_its_load_halves(world: Worl
     here = world.runtime(actor="worker")
     assert auto_routes(here, times=MEASURED) == AutoPass(), "nothing is done for a topic without a policy"
     assert world.rows("SELECT 1 FROM mqlayer.route_load") == []
-    # A second change, or its wait's end, would come in the way of what is told of the first.
+    # A second change, or the end of the cool-down, would alter the reported decision.
     switch_on(world, capacity_per_s=20.0, cool_down_s=60.0)
     with load(world, EVENLY):
         wait_until(lambda: auto_routes(here, times=MEASURED).changed, timeout_s=20, what="it to be split")
@@ -59,7 +59,7 @@ def test_a_hot_partition_is_measured_and_split_where_its_load_halves(world: Worl
     assert f"LP {cut} halves its load" in reason
     (decision,) = decisions_of(world.database, "orders")
     assert (decision.verdict, decision.state, decision.helped) == ("changed", "done", True)
-    # Both are there, and none has all: a rate of before, in another window, may be any.
+    # Each part has a share, and neither has all: rates of different windows do not compare.
     assert 0 < decision.facts["after_heaviest_per_s"] < decision.facts["after_per_s"]
     assert [one.verdict for one in report.partitions] == ["split wanted"] * 2
     assert report.waits.startswith("cool-down")

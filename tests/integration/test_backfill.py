@@ -195,7 +195,7 @@ def test_a_start_of_a_time_takes_what_was_published_since(library: Library) -> N
     library.start(late, "latest")
     work_on(library, replay_id)
     scene.publish(1)
-    wait_until(lambda: late.count() == KEYS, what="what is new")
+    wait_until(lambda: late.count() == KEYS, what="the new messages")
     assert set(late.bodies()) == {b"6"}
 
 

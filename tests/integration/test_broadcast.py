@@ -291,7 +291,7 @@ def test_nobody_joins_an_instance_whose_start_is_not_stored_yet(stage: Stage, tm
     recorder = Recorder()
     app = join(stage, recorder, "web-1", start="latest")
     group_id = stage.group_id("cache@web-1")
-    # It would bring the instance back before the late one asks.
+    # The sleeper would bring the instance back before the late member asks.
     arm("instance.after_insert", f"wait:{tmp_path / 'go'}")
     with stage.database.connection() as connection, connection.transaction():
         connection.execute("SELECT FROM mqlayer.consumer_group FOR UPDATE")

@@ -335,7 +335,7 @@ def test_a_shared_group_brakes_and_counts_no_attempt(
     stage: Stage, downstream: Downstream, members: Members, breaker: Breaker
 ) -> None:
     """No message was given back with a count."""
-    # Nobody dies here: of a lease that ran out, what is in hand is given again as another attempt.
+    # No member dies here: an expired lease would give the messages in hand again, as another attempt.
     for _ in range(2):
         members.start(mode="shared", lease_s=10.0)
     members.load()

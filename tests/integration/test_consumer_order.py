@@ -107,7 +107,7 @@ def test_a_failing_key_with_a_long_backlog_takes_no_room_from_others(every_stage
     every_stage.send_numbers(keys=10, each=20)
     app = every_stage.consume(recorder, prefetch_count=100, prefetch_bytes=200_000)
     wait_until(lambda: recorder.count() == 200, timeout_s=20, what="all other keys handled")
-    # What is handled is in hand until it is settled.
+    # A handled message stays in hand until its settlement.
     wait_until(lambda: sum(owned.room.count for owned in member_of(app).ownership.all()) < 100, what="room for others")
     every_stage.send_numbers(keys=10, each=5, first=21)
     wait_until(lambda: recorder.count() == 250, timeout_s=20, what="later messages of other keys handled")

@@ -163,7 +163,7 @@ def test_running_members_replay_in_order_without_a_restart(world: World, databas
         wait_until(lambda: settled(world), what="the parent to be drained again")
         publish(world, "d")
         wait_until(lambda: all(bodies[-1] == of_tags("d")[key][-1] for key, bodies in handled.items()),
-                   what="what is new")  # fmt: skip
+                   what="the new messages")  # fmt: skip
         assert handled == {key: bodies + of_tags("d")[key] for key, bodies in twice.items()}
 
 
@@ -199,7 +199,7 @@ def test_a_seek_without_replay_ends_an_earlier_replay(world: World, database: Da
         seek(world, database, "earliest")
         wait_until(lambda: count_of(handled) == 2 * (ROUND + 1) + 1, what="all to be given again")
         publish(world, "c")
-        wait_until(lambda: all(bodies[-1].startswith("c-") for bodies in applied.values()), what="what is new")
+        wait_until(lambda: all(bodies[-1].startswith("c-") for bodies in applied.values()), what="the new messages")
         wait_until(lambda: count_of(handled) == 2 * (ROUND + 1) + 1 + ROUND, what="all that is new")
     once = of_tags("a", "c")
     once["key-0"][3:3] = ["b-0", "b-0"]

@@ -89,7 +89,7 @@ def test_latest_begins_in_the_newest_version_behind_all_that_there_is(world: Wor
     with consuming(world, "latest") as seen:
         assert version_of(world) == 2
         publish(world, "c")
-        wait_until(lambda: sum(map(len, seen.values())) >= ROUND, what="what is new")
+        wait_until(lambda: sum(map(len, seen.values())) >= ROUND, what="the new messages")
         assert seen == of_tags("c")
 
 

@@ -208,7 +208,7 @@ def test_appends_behind_a_blocked_head_are_read_and_wake_nobody_but_the_reader(s
         # By pick-up and settling none at all; a thread that looked at each append would take a multiple of this.
         return max(used.pop("mqlayer-g-node-1-reading") / 0.3, max(used.values()) / 0.03)
 
-    # Whichever thread is at work then collects the garbage of all.
+    # One thread collects the garbage of all.
     within(used, 1.0, what="the part that each thread may use")
     sent = next(numbers)
     wait_until(lambda: max(owned.next_read for owned in member_of(app).ownership.all()) == sent + 1, what="all read")

@@ -215,7 +215,7 @@ def test_several_processes_answer_each_on_a_port_of_its_own(world: World, tmp_pa
     (tmp_path / "metered_program.py").write_text(CONSUMERS)
     first = free_ports(3)
     variables = {"PYTHONPATH": str(tmp_path), "MQLAYER_METRICS": "1", "MQLAYER_HEALTH_PORT": str(first)}
-    # Ready is who has a lease: a short one comes and goes on a busy machine.
+    # A process is ready while it has a lease: a short one comes and goes on a busy machine.
     variables["MQLAYER_LEASE_S"] = "10"
     process = start_python(
         "mqlayer",

@@ -93,7 +93,7 @@ def consume(stage: Stage, way: Way) -> list[bytes]:
     """Start a member in this way; return where it notes what its handler is given."""
     bodies: list[bytes] = []
     wanted = f"any:{WANTED}"
-    # What nobody settled in time is given again.
+    # A message without a settlement in time is given again.
     settings = stage.settings(lease_s=PATIENT_S)
 
     def one(body: bytes, _ctx: Context) -> None:

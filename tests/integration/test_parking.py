@@ -35,7 +35,7 @@ def test_a_key_that_waits_long_is_parked_and_the_others_go_on(stage: Stage) -> N
         "key-0": 20, "key-1": 0, "key-2": 20, "key-3": 20,
     }  # fmt: skip
     assert len(parked(stage)["key-1"]) == 20
-    # Counted a moment after they may be settled.
+    # The member counts them a moment after their settlement.
     wait_until(lambda: member_of(app).stats.parked == 20, what="all counted")
     shop.broken.clear()
     release(stage)
@@ -106,7 +106,7 @@ def test_a_dead_letter_leaves_and_its_key_goes_on(stage: Stage) -> None:
     [(cause, reason, attempts, body)] = rows(stage, "SELECT cause, reason, attempts, body FROM mqlayer.dead_message")
     assert (cause, attempts, body) == ("exhausted", 3, b"3")
     assert "never" in reason
-    # Counted a moment after it may be settled.
+    # The member counts it a moment after its settlement.
     wait_until(lambda: member_of(app).stats.dead == 1, what="it is counted")
 
 

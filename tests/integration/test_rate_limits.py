@@ -319,7 +319,7 @@ def test_receivers_are_given_no_more_than_the_rate_and_redelivery_counts(
             given.append(0)
             began = time.monotonic()
             while time.monotonic() - began < 1.5:
-                # What flows in begins with the former grant, which is some time before its call has returned.
+                # The inflow begins with the former grant, some time before its call has returned.
                 asked, since = time.monotonic(), before
                 messages, before = receiver.receive(100, wait_s=0.2, visibility_timeout_s=0.3), asked
                 assert len(messages) <= 2 + 50 * (time.monotonic() - since)

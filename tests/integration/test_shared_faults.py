@@ -80,7 +80,7 @@ def test_what_nobody_began_goes_to_others_at_once_while_a_member_that_leaves_is_
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Case 71: at a stop, and when an operator evicts it; what it is at stays its own."""
-    # Who is evicted has to live.
+    # Only a living member can be evicted.
     monkeypatch.setattr("tests.fixtures.consumers.LEASE_S", 10.0)
     evicted, stopped, others = Recorder(), Recorder(), Recorder()
     go_on = threading.Event()

@@ -192,7 +192,7 @@ def test_trimming_stays_below_the_lowest_message_that_is_not_settled(start_stage
         [status] = group_statuses(stage.runtime, stage.topic)
         return status.lag == 1 and pending(stage, partition) == {b"-": 1}
 
-    # One is also all that waits while others are not read yet.
+    # A lag of one alone also holds while other messages are not read yet.
     wait_until(all_but_one, what="all but one are settled")
     trim_pass(stage.runtime)
     first = int(stage.redis.hget(stage.keys(partition).meta, "first") or 1)

@@ -158,7 +158,7 @@ def test_a_request_is_followed_through_outbox_relay_and_every_kind_of_handler(
             assert facts["messaging.message.id"] == message_id
         inner = spans.one(f"query of {group}")
         assert ids(inner.parent) == ids(process)
-        # Its span follows the count of what is settled.
+        # The settlement's span follows its count.
         name = {"messaging__consumer__group__name": group}
         wait_until(lambda name=name: spans.named("settle orders", **name), what="the call's span")  # type: ignore[misc]
         settle = spans.one("settle orders", **name)

@@ -131,7 +131,7 @@ def test_a_problem_that_ended_is_on_the_overview_and_has_its_page(world: World, 
     world.rows(
         "UPDATE mqlayer.problem SET first_seen_at = now() - interval '7 min', last_seen_at = now() - interval '1 min'"
     )
-    # One that still lives when the problem is looked for.
+    # The relay must live until the look at problems.
     with world.relay(lease_s=10.0):
         wait_until(lambda: world.rows("SELECT 1 FROM mqlayer_app.relay"), what="a relay")
         gone = r"No relay lives : no longer found by the look of [\d:]+ UTC, and last noted at"

@@ -146,7 +146,7 @@ def test_members_that_held_a_lost_partition_go_on_with_its_successor(
         move(runtime_of(database, world.key_prefix), "orders", 2, to="node-1")
         world.publish(50, tag="moved")
         world.wait_until_whole()
-    # It stands still at first: else its members may have drained it when it is lost.
+    # The node is stopped at first: else its members may drain the partition before the loss.
     node.send(signal.SIGSTOP)
     with consuming(world) as seen_later, world.relay():
         held = "SELECT 1 FROM mqlayer.assignment WHERE partition_id = 2 AND member_id IS NOT NULL"

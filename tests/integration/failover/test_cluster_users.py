@@ -100,7 +100,7 @@ def test_every_process_does_its_work_as_its_own_user_and_is_refused_nothing(
     # A shard fails over: who may not arm leaves it to a worker, and goes on when that did.
     before = armed_run(database_dsn)
     cluster.kill(cluster.owner(1))
-    # Whoever asks another shard is told the same from here on.
+    # All servers name the new primary from here on.
     cluster.wait_ok()
     site.wait_armed_by_worker(database_dsn, before)
     site.type(viewer, "verify", TOPIC)

@@ -218,7 +218,7 @@ def test_numbers_that_an_older_disk_gives_out_again_are_not_taken_for_what_it_lo
     disk.come_back()
     world.publish(new, keys=5, tag="new")
     with world.relay():
-        wait_until(lambda: arrived_once_in_order(world, new, "new"), timeout_s=30, what="what is new")
+        wait_until(lambda: arrived_once_in_order(world, new, "new"), timeout_s=30, what="the new messages")
         world.publish(10, keys=5, tag="later")
         wait_until(lambda: arrived_once_in_order(world, 10, "later"), timeout_s=30, what="what is later")
     assert arrived_once_in_order(world, 20, "kept", "lost"), "what only Redis holds stays"
@@ -272,7 +272,7 @@ def test_a_commit_that_was_relayed_and_lost_in_a_crash_is_noticed(
     forget_relays(world)
     world.publish(20, keys=1, tag="new")
     with world.relay():
-        wait_until(lambda: arrived_once_in_order(world, 20, "new", keys=1), timeout_s=30, what="what is new")
+        wait_until(lambda: arrived_once_in_order(world, 20, "new", keys=1), timeout_s=30, what="the new messages")
     assert recovered(world) == 1
     assert f"{tag}-0" in values(world)
 
@@ -319,7 +319,7 @@ def test_rows_that_a_relay_read_before_the_crash_and_sends_after_it_take_no_othe
         disk.come_back()
         world.publish(20, keys=5, tag="new")
         stopped.send_signal(signal.SIGCONT)
-        wait_until(lambda: arrived_once_in_order(world, 20, "new"), timeout_s=30, what="what is new")
+        wait_until(lambda: arrived_once_in_order(world, 20, "new"), timeout_s=30, what="the new messages")
     assert recovered(world) == 1
 
 
@@ -345,7 +345,7 @@ def test_a_node_takes_nothing_that_was_read_before_the_crash_once_another_relay_
             wait_until(lambda: arrived_once_in_order(world, 5, "before"), timeout_s=30, what="the other one's")
             stopped.send_signal(signal.SIGCONT)
             world.publish(20, keys=5, tag="new")
-            wait_until(lambda: arrived_once_in_order(world, 20, "new"), timeout_s=30, what="what is new")
+            wait_until(lambda: arrived_once_in_order(world, 20, "new"), timeout_s=30, what="the new messages")
             # By now it has its own view of the servers, and what it read before is gone.
             wait_until(lambda: len(live_relays(world)) == 2, timeout_s=30, what="the stopped one to relay with it")
             world.publish(20, keys=5, tag="both")
@@ -378,7 +378,7 @@ def test_a_relay_that_tells_a_node_of_a_term_that_is_over_sends_nothing_by_it(
             stopped.send_signal(signal.SIGCONT)
             wait_until(lambda: len(live_relays(world)) == 2, timeout_s=30, what="the stopped one to relay with it")
             world.publish(20, keys=5, tag="b")
-            wait_until(lambda: arrived_once_in_order(world, 20, "a", "b"), timeout_s=30, what="what is new")
+            wait_until(lambda: arrived_once_in_order(world, 20, "a", "b"), timeout_s=30, what="the new messages")
     assert recovered(world) == 0
 
 
@@ -520,5 +520,5 @@ def test_what_is_due_and_what_has_a_dedup_id_is_compared_as_all_else(world: Worl
     world.rows(once, b"new-0", "id-0")
     world.rows("SELECT mqlayer_app.publish_at_v1('orders', 'key-0', 'new-1', now())")
     with world.relay():
-        wait_until(lambda: arrived_once_in_order(world, 2, "new", keys=1), timeout_s=30, what="what is new")
+        wait_until(lambda: arrived_once_in_order(world, 2, "new", keys=1), timeout_s=30, what="the new messages")
     assert recovered(world) == 1

@@ -83,11 +83,11 @@ def test_what_a_promoted_standby_numbers_again_is_not_taken_for_what_it_lost(
             switch.lead_to(couple.standby)
             switch.reset_all()
             wanted = expected(10, ("m", 40), ("lost", 20), ("new", 30))
-            wait_until(lambda: len(list(world.records())) == 91, timeout_s=30, what="what is new to arrive")
+            wait_until(lambda: len(list(world.records())) == 91, timeout_s=30, what="the new messages to arrive")
             wait_until(lambda: relay.health().ready, timeout_s=30, what="the relay to be ready")
             world.publish(10, keys=10, tag="after")
             wanted = expected(10, ("m", 40), ("lost", 20), ("new", 30), ("after", 10))
-            wait_until(lambda: len(list(world.records())) == 101, timeout_s=30, what="what is new to arrive")
+            wait_until(lambda: len(list(world.records())) == 101, timeout_s=30, what="the new messages to arrive")
         assert values(world) == wanted | {"direct": ["1"]}
         (told,) = (record for record in caplog.records if event_of(record) == "outbox_lost_commits")
         assert told.__dict__["unproven"] == 20
@@ -181,7 +181,7 @@ def test_a_copy_of_the_disk_in_its_place_is_noticed_by_the_marks(world: World) -
             wait_until(lambda: recovered(world), timeout_s=30, what="the outbox to be recovered")
             world.publish(20, keys=5, tag=new)
             count = sum(size for _, size in parts)
-            wait_until(lambda: len(list(world.records())) == count, timeout_s=30, what="what is new")  # noqa: B023
+            wait_until(lambda: len(list(world.records())) == count, timeout_s=30, what="the new messages")  # noqa: B023
     assert values(world) == expected(5, *parts)
     assert len(world.rows("SELECT 1 FROM mqlayer.source WHERE closed_at IS NULL")) == 1
 
@@ -220,7 +220,7 @@ def test_no_number_of_what_a_copy_of_the_disk_forgot_is_given_out_again(world: W
     world.publish(5, keys=1, tag="new")
     with world.relay():
         wait_until(lambda: recovered(world), timeout_s=30, what="the outbox to be recovered")
-        wait_until(lambda: len(list(world.records())) == 28, timeout_s=30, what="what is new")
+        wait_until(lambda: len(list(world.records())) == 28, timeout_s=30, what="the new messages")
     assert epochs(world.dsn) > last_epoch
     assert values(world) == {
         "key-0": [f"m-{n}" for n in range(10)] + ["direct"] * 3 + [f"lost-{n}" for n in range(10)]

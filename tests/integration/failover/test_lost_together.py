@@ -232,7 +232,7 @@ def test_what_a_node_loses_while_the_rest_is_filled_up_is_not_forgotten(
         wait_until(lambda: recovered(world), timeout_s=30, what="the outbox to be recovered")
         world.publish(20, keys=10, tag="new")
         world.urls = [*world.urls, second.url]
-        wait_until(lambda: len(list(world.records())) >= 80, timeout_s=30, what="what is new to arrive")
+        wait_until(lambda: len(list(world.records())) >= 80, timeout_s=30, what="the new messages to arrive")
     bodies = sorted(record.value for record in world.records())
     wanted = {"a": 30, "m": 30, "new": 20}
     assert bodies == sorted(f"{tag}-{number}" for tag, count in wanted.items() for number in range(count))

@@ -35,7 +35,7 @@ def test_members_go_on_under_epochs_above_all_that_may_have_been_lost(stage: Sta
     # Its member is told at the same time, and may arm it first.
     assert rearm_lost_nodes(stage.runtime) in ({"node-1": "armed"}, {})
     held = member_of(app).owned
-    # Under the former ones a handler might begin what it can't settle any more.
+    # A handler under a former epoch might begin a message that it can't settle.
     wait_until(lambda: {epoch > LEAP for epoch, _ in held().values()} == {True}, what="epochs above the leap")
     stage.send_numbers(keys=5, each=4, first=5)
     wait_until(lambda: recorder.count() == 40, timeout_s=20, what="what came since handled")

@@ -59,7 +59,7 @@ def test_a_relay_at_work_notices_that_another_one_numbered_the_outbox_anew(world
         recover_now(runtime_of(database, settings=world.settings(), application=database))
         assert world.rows("SELECT outbox_uuid FROM mqlayer_app.identity") != before
         world.publish(60, keys=10, tag="new")
-        wait_until(lambda: len(list(world.records())) == 100, timeout_s=30, what="what is new to arrive")
+        wait_until(lambda: len(list(world.records())) == 100, timeout_s=30, what="the new messages to arrive")
         wait_until(lambda: relay.health().ready, what="the relay to be ready")
     assert values(world) == expected(10, ("m", 40), ("new", 60))
 
@@ -97,7 +97,7 @@ def test_what_a_relay_has_read_of_the_old_numbers_is_not_there_twice(
             rearm_node(runtime_of(database, key_prefix, application=database), "node-1")
         world.publish(20, keys=4, tag="new")
         with world.relay():
-            wait_until(lambda: counted(world, "new") == 20, timeout_s=30, what="what is new to arrive")
+            wait_until(lambda: counted(world, "new") == 20, timeout_s=30, what="the new messages to arrive")
             process.send_signal(signal.SIGCONT)
             world.publish(20, keys=4, tag="after")
             wait_until(lambda: counted(world, "after") == 20, timeout_s=30, what="what comes after it")
@@ -119,7 +119,7 @@ def test_a_relay_that_was_stopped_while_it_was_numbered_anew_records_nothing_by_
             numbers = "SELECT sum(seq) FROM mqlayer_app.counter"
             wait_until(lambda: world.rows(numbers) == [(0,)], timeout_s=30, what="new numbers")
             world.publish(3, keys=1, tag="new")
-            wait_until(lambda: world.rows(moved) == [(3, 3)], timeout_s=30, what="what is new recorded")
+            wait_until(lambda: world.rows(moved) == [(3, 3)], timeout_s=30, what="the new messages recorded")
             process.send_signal(signal.SIGCONT)
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=20) == 0
@@ -280,7 +280,7 @@ def test_what_a_sealed_partition_lost_comes_again_under_a_source_that_is_about_t
         with world.relay():
             wait_until(lambda: recovered(world), timeout_s=30, what="the outbox to be recovered")
             world.publish(20, keys=10, tag="new")
-            wait_until(lambda: counted(world, "new") == 20, timeout_s=30, what="what is new to arrive")
+            wait_until(lambda: counted(world, "new") == 20, timeout_s=30, what="the new messages to arrive")
         member.consume_all()
     assert member.bodies() == expected(10, ("m", 40), ("new", 20))
     assert "messages_lost" not in caplog.text

@@ -51,8 +51,8 @@ HOSTILE: Final[Mapping[str, Mapping[str, str]]] = {
     "ends on errors": {"exit_on_error": "on"},
     "strict functions": {"plpgsql.extra_errors": "all", "plpgsql.check_asserts": "off"},
 }
-"""Sets of settings by name; those that can be given to a database or role. The hasty ones leave an application the time
-to say what it needs, on a busy machine too."""
+"""Sets of settings by name; those that can be given to a database or role. The hasty ones leave time for an
+application's first statement, on a busy machine too."""
 EVIL: Final = """
 CREATE SCHEMA evil;
 GRANT USAGE ON SCHEMA evil TO public;
